@@ -15,8 +15,7 @@ def user_cache() -> Path | None:
 
 
 def temporary_cache() -> Path | None:
-    """This user's folder in the system's temporary place, made if it is missing. None if somebody else has put one there: its
-    files, among them code, are not to be trusted."""
+    """This user's folder in the system's temporary directory; None if another user made it, as its code could not be trusted."""
     import tempfile
 
     folder = Path(tempfile.gettempdir()) / f"barellm-{os.getuid()}"

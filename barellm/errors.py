@@ -33,8 +33,8 @@ def shown(found: object) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The hint `, did you mean 'x'?` where something known is a letter or two away, else "". For `gpt2` it is the first that begins
-    so, for `layers` it is `model.layers`, and for `model.lr` it is `optim.lr`: who knows a key's own name rarely means another."""
+    """A hint `, did you mean 'x'?` for a name close to a known one, else "": first by prefix (`gpt2`), then by last part (`layers`
+    is `model.layers`, `model.lr` is `optim.lr`), then by spelling."""
     from difflib import get_close_matches
 
     words = {k: k.lstrip("-") for k in known}
@@ -43,7 +43,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     tails = {k: bare.rpartition(".")[2] for k, bare in words.items()}
     found = [k for k, bare in words.items() if len(word) > 1 and bare.startswith(word)]
     found = found or [k for k in words if tail and tails[k] == tail]
-    for looked, among in ((word, words), (tail, tails)):
-        close = [] if found else get_close_matches(looked, among.values(), n=1, cutoff=CLOSE)
-        found = found or [k for k in among if among[k] in close]
+    for target, choices in ((word, words), (tail, tails)):
+        close = [] if found else get_close_matches(target, choices.values(), n=1, cutoff=CLOSE)
+        found = found or [k for k in choices if choices[k] in close]
     return f", did you mean {found[0]!r}?" if found else ""

@@ -12,8 +12,9 @@ LEAST_SEQ = 16
 
 
 def of_training(config: Config, limit: int, plan: Callable[[Config], Plan], *, ranks: int = 1) -> str:
-    """The end of a message. `plan` gives that of a configuration; a batch is a multiple of `ranks`."""
-    train, whole = config.train, {"recompute": True, "moments": "16bit"}
+    """Advice at the end of an out-of-memory message: which changes make the run fit `limit` bytes. `plan(config)` gives a plan;
+    batches stay multiples of `ranks`."""
+    train, all_savings = config.train, {"recompute": True, "moments": "16bit"}
 
     def fits(**changes: Any) -> bool:
         moments = changes.pop("moments", config.optim.moments)
@@ -24,7 +25,7 @@ def of_training(config: Config, limit: int, plan: Callable[[Config], Plan], *, r
             return False  # the model has no such shape
 
     def largest(name: str, least: int) -> list[str]:
-        """The first half, fourth, ... of a size that fits."""
+        """["train.NAME N"] for the largest of a size's halves, quarters, ... that fits; [] if none does."""
         size = getattr(train, name)
         if size <= least or not fits(**{name: least}):
             return []
@@ -33,12 +34,12 @@ def of_training(config: Config, limit: int, plan: Callable[[Config], Plan], *, r
                 break
         return [f"train.{name} {size}"]
 
-    found = [*largest("micro_batch_size", ranks), *largest("seq", LEAST_SEQ)]
-    found += ["train.recompute"] if not train.recompute and fits(recompute=True) else []
+    options = [*largest("micro_batch_size", ranks), *largest("seq", LEAST_SEQ)]
+    options += ["train.recompute"] if not train.recompute and fits(recompute=True) else []
     if config.optim.moments == "fp32" and fits(moments="16bit"):
-        found.append("optim.moments 16bit")
-    if found:
-        return f"choose {' or '.join(found)}"
-    if fits(micro_batch_size=ranks, **whole):
+        options.append("optim.moments 16bit")
+    if options:
+        return f"choose {' or '.join(options)}"
+    if fits(micro_batch_size=ranks, **all_savings):
         return f"choose train.micro_batch_size {ranks}, train.recompute and optim.moments 16bit together"
     return "no batch is small enough: choose a smaller model"

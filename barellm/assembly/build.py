@@ -77,8 +77,7 @@ class CompiledModel:
         return {**backend(self.device).describe(), "dtype": self.config.train.dtype}
 
     def initialize(self, seed: int) -> None:
-        """Give the parameters the values that training begins with. Quantized ones are drawn as numbers in a session of their
-        own and then quantised."""
+        """Initialize the parameters for training. Quantized ones are drawn in a separate session and then quantized."""
         for name in ("init", "init_frozen") if "init_frozen" in self.programs else ("init",) if not self.matrices else ():
             self.session.run(name, seed=seed)
         if not self.matrices:
@@ -105,9 +104,8 @@ def check_device(device: str) -> None:
 
 
 def chosen_device(device: str, config: Config, *, ranks: int = 1, before: str = "") -> str:
-    """The device, and for "auto" the GPU if it can be used and has passed its self-check with these options, else the CPU: `before`
-    is where a run that is resumed was, and stays if it was no GPU; of several `ranks` each may lack a GPU, so they are on CPUs.
-    UserError as `check_device` has it."""
+    """Resolve "auto": the GPU if usable and its self-check passes with these options, else the CPU. `before`: device of the run
+    that is resumed, kept if it is no GPU; several `ranks` run on CPUs. UserError as in `check_device`."""
     check_device(device)
     if device != "auto":
         return device
@@ -142,11 +140,10 @@ def build_programs(
     config: Config, *, training: bool = True, positions: int | None = None, rows: int = 1, scoring: tuple[int, int] | None = None,
     ranks: Ranks = ALONE, documents: bool = False, exact: bool = False,
 ) -> dict[str, Program]:  # fmt: skip
-    """The programs of a training run, or without the optimizer. `config` has its dtype resolved. The KV cache of "decode" has
-    so many `rows` and `positions`: unless given those that a run's samples need, or without training all that the model has; with
-    0 there is no "decode". `scoring`: the sequences and the tokens of each for which "score" is planned, which without training
-    takes the place of "eval". Of several `ranks`, each takes its share of a batch. `documents` and `exact` are as in
-    `assembly.programs.build`."""
+    """The programs of a training run, or (`training` False) of inference; `config` must have its dtype resolved. `rows` x
+    `positions`: KV cache of "decode" (None: what samples need, or without training the model's maximum; 0: no "decode"). `scoring`:
+    (batch, seq) of "score", which without training replaces "eval". With several `ranks`, each gets its share of a batch.
+    `documents`, `exact`: as in `assembly.programs.build`."""
     from barellm.assembly.programs import build
     from barellm.optim.recipes import start_reduce_scatter, updates
 
@@ -169,8 +166,8 @@ def build_programs(
 
 
 def shards_of(config: Config, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, Sequence[tuple[int, int]]]]:
-    """The parameters and the optimizer's state of a run as one process has them, and the elements of each that each rank holds.
-    What each rank has for itself, as the errors of compressed gradients, lies one below the other."""
+    """(parameters and optimizer state as one process would have them, {name: elements [first, end) of each rank}). Per-rank state,
+    such as error feedback, is concatenated."""
     from barellm.optim.recipes import shards
 
     store = build_programs(config)["forward_backward"].store
@@ -194,18 +191,23 @@ def open_model(
     scoring: tuple[int, int] | None = None, weights: str = "", only: tuple[str, ...] = (), ranks: Ranks = ALONE,
     documents: bool = False, exact: bool = False,
 ) -> Iterator[CompiledModel]:  # fmt: skip
-    """Programs built, planned, compiled and mapped, as the first step wants them. With `training` False there is no optimizer;
-    `only` names those of the others that are wanted, if not all. What is not named here is as in
-    `build_programs`. `weights` names a row of `program.quantization.SCHEMES`, if matmuls shall read codes; nothing can be
-    trained or initialised then, only loaded."""
+    """Context manager: programs built, planned, compiled and allocated. `training` False: no optimizer, and `only` selects
+    programs. `weights`: a quantization scheme; such a model can only be loaded, not trained or initialized. Otherwise as
+    `build_programs`."""
     device = chosen_device(device, config, ranks=ranks.count)
     config = resolved(config, device)
     if exact and device != "cpu":
         raise UserError(f"exact is for the CPU, and the device is {device}")
     train, ranks = config.train, without_peer_access(ranks) if device == "cuda" else ranks
-    how: dict[str, Any] = {"positions": positions, "rows": rows, "scoring": scoring, "ranks": ranks, "documents": documents}
-    how["exact"] = exact
-    programs = build_programs(config, training=training, **how)
+    options_of_build: dict[str, Any] = {
+        "positions": positions,
+        "rows": rows,
+        "scoring": scoring,
+        "ranks": ranks,
+        "documents": documents,
+    }
+    options_of_build["exact"] = exact
+    programs = build_programs(config, training=training, **options_of_build)
     programs = {name: p for name, p in programs.items() if not only or name in only or (name == "prefill" and "decode" in only)}
     matrices: dict[str, quantized.Matrix] = {}
     if weights:
@@ -218,7 +220,7 @@ def open_model(
         try:
             session = backend(device).open_session(programs, **options)
         except memory.TooLarge as error:
-            raise _refused(error, config, device, training, how) from None
+            raise _refused(error, config, device, training, options_of_build) from None
         try:
             on_step(session, config, 0, train.steps)
             yield CompiledModel(config, device, session, programs, session.plan, matrices)
@@ -235,7 +237,7 @@ def open_model(
         try:
             memory.check_fits(plan, what=f"a step of {train.micro_batch_size} x {train.seq} tokens")
         except memory.TooLarge as error:
-            raise _refused(error, config, device, training, how) from None
+            raise _refused(error, config, device, training, options_of_build) from None
         # fp32 throughout: what a checkpoint holds is then all that there is.
         session = reference.open(programs, dtype="float32")
         on_step(session, config, 0, train.steps)
@@ -277,7 +279,7 @@ def cache_arithmetic(p: Program) -> str:
 
 @contextmanager
 def opened(programs: dict[str, Program], device: str, **options: Any) -> Iterator[Any]:
-    """A session of programs that need no planning of their own, with a backend's options."""
+    """Context manager: a session of these programs on a device, with a backend's options."""
     if device not in NAMES:
         from barellm.runtime import reference
 

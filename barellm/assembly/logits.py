@@ -17,18 +17,17 @@ def logits_program(store: Store, model: ModelConfig, *, batch: int, seq: int, co
 
 
 def logits_of(p: Program, model: ModelConfig, tokens_BT: Tensor) -> Tensor:
-    """fp32 logits (B, T, Vp). The model's own `forward` says them: its last op is the loss, which is taken away again. UserError
-    for one whose loss is not made of logits."""
+    """Append the model's fp32 logits (B, T, Vp): its own `forward`, with the loss removed. UserError if its loss has no logits."""
     targets_BT = Tensor("targets", tokens_BT.shape, "i32", "input")  # which only the loss reads
     models.of(model).forward(p, model, tokens_BT, targets_BT, training=False)
     loss = p.ops.pop()
     logits = loss.inputs.get("logits")
     if logits is None:
         raise UserError(f"the loss of {models.name_of(model)} is {loss.name}, expected an op that has logits")
-    product = p.ops[-1]
-    if isinstance(product, ops.Matmul) and product.y is logits:
+    classifier = p.ops[-1]
+    if isinstance(classifier, ops.Matmul) and classifier.y is logits:
         p.ops.pop()  # done again without the rounding of its result, as decoding does it
-        logits = p.apply(ops.Matmul, x=product.x, weight=product.weight, dtype="fp32").y
+        logits = p.apply(ops.Matmul, x=classifier.x, weight=classifier.weight, dtype="fp32").y
     if (cap := cap_of(loss)) is not None:
         return p.apply(ops.Softcap, x=logits, cap=cap).y
     return logits if logits.dtype == "fp32" else p.apply(ops.Cast, x=logits, dtype="fp32").y

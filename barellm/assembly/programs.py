@@ -118,12 +118,13 @@ def _decode(p: Program, model: ModelConfig, tokens: Tensor) -> Tensor:
 
 
 def _loss(p: Program, model: ModelConfig, batch: int, seq: int, *, training: bool, documents: bool = False) -> Tensor:
+    """Append the model's loss (1,) for (batch, seq) tokens. UserError if its `forward` returns anything else."""
     shape, forward = (Dim("batch", batch), Dim("seq", seq)), models.of(model).forward
     p.training = training
-    how: dict[str, Any] = {"training": training}
+    arguments: dict[str, Any] = {"training": training}
     if documents:
-        how["documents"] = Documents(p.input("positions", shape), p.input("starts", shape))
-    loss = forward(p, model, p.input("tokens", shape), p.input("targets", shape), **how)
+        arguments["documents"] = Documents(p.input("positions", shape), p.input("starts", shape))
+    loss = forward(p, model, p.input("tokens", shape), p.input("targets", shape), **arguments)
     if not isinstance(loss, Tensor) or tuple(loss.shape) != (1,):
         found = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
         raise UserError(f"{place(forward)}: forward gives {found}, expected the loss, a tensor (1,)")
@@ -131,8 +132,8 @@ def _loss(p: Program, model: ModelConfig, batch: int, seq: int, *, training: boo
 
 
 def initialise(p: Program, *, frozen: bool = False) -> None:
-    """Append what gives each parameter of the store that is `frozen`, or each that is not, its initial values; random ones depend
-    on the scalar seed."""
+    """Append the initialization of all frozen, or all trained, parameters; random ones depend on the scalar seed and their
+    number."""
     copies = []
     for stream, t in enumerate(p.store.of_role("parameter")):
         if t.frozen != frozen:

@@ -17,8 +17,7 @@ TOGETHER = 16 * quantization.TILE  # rows that are quantised at a time: what is 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter (N, K), and what matmuls read instead of it. Where another op reads the parameter too, as an embedding does, it
-    `stays`."""
+    """A parameter (N, K), and the codes that matmuls read instead. It `stays` if another op, as an embedding, reads it too."""
 
     parameter: Tensor
     how: quantization.Scheme
@@ -33,8 +32,8 @@ def products_of(p: Program) -> list[Op]:
 
 
 def quantize_programs(programs: Mapping[str, Program], weights: str) -> dict[str, Matrix]:
-    """Make matmuls with parameters read codes; {name of a parameter: its matrix}. The programs are those that only go forward. A
-    matrix whose matmul is the model's last, its classifier, is kept as HEAD says if `weights` have fewer bits."""
+    """Rewrite forward-only programs so that matmuls read quantized weights: {parameter name: its matrix}. The last matmul, the
+    classifier, uses HEAD instead if `weights` have fewer bits."""
     store = next(iter(programs.values())).store
     found: dict[str, Matrix] = {}
     for p in programs.values():
@@ -50,8 +49,8 @@ def quantize_programs(programs: Mapping[str, Program], weights: str) -> dict[str
 
 
 def quantize_frozen(programs: Mapping[str, Program], weights: str) -> None:
-    """Make matmuls with frozen weights of linear layers, and those that give the gradients of their inputs, read codes (QLoRA,
-    Dettmers et al. 2023). The embedding and the head stay numbers. What the weights became is `store.matrices`."""
+    """Rewrite the matmuls with frozen weights, and those of their input gradients, to read quantized weights (QLoRA, Dettmers et
+    al. 2023). Embedding and head are not quantized. The matrices are put into `store.matrices`."""
     store = next(iter(programs.values())).store
     how = quantization.scheme(weights)
     for p in programs.values():
@@ -66,7 +65,7 @@ def quantize_frozen(programs: Mapping[str, Program], weights: str) -> None:
 
 
 def _with_codes(op: Op, m: Matrix) -> Op:
-    """The same matmul with the codes of its weight."""
+    """The same matmul, reading quantized weights."""
     attrs = {"weights": m.how.name, "columns": int(op.weight.shape[0])} | op.attrs
     operands: dict[str, Tensor | None] = {"codes": m.codes, "scales": m.scales}
     if op.name == "matmul":
@@ -108,21 +107,22 @@ class Quantizing:
         self._left: dict[str, np.ndarray] = {}  # rows that are no whole tile yet
 
     def write_rows(self, name: str, lo: int, array: np.ndarray) -> None:
+        """Write rows of a parameter, in order; quantized ones are collected to whole tiles and encoded."""
         m = self.matrices.get(name)
         if m is None or m.stays:
             self.session.write_rows(name, lo, array)
         if m is None:
             return
-        left = self._left.pop(name, array[:0])
-        first, end = lo - len(left), lo + len(array)
+        pending = self._left.pop(name, array[:0])
+        first, end = lo - len(pending), lo + len(array)
         assert first % quantization.TILE == 0, f"rows of {name} from {lo} on do not follow those before"
-        rows = np.concatenate([left, array])
-        whole = len(rows) if end == m.parameter.shape[0] else len(rows) // quantization.TILE * quantization.TILE
-        if whole < len(rows):
-            self._left[name] = rows[whole:].copy()
-        for at in range(0, whole, TOGETHER):
-            some = rows[at : min(at + TOGETHER, whole)]
-            self.write_codes(name, first + at, *quantization.quantize(some, m.how, name=name, first=first + at))
+        rows = np.concatenate([pending, array])
+        complete = len(rows) if end == m.parameter.shape[0] else len(rows) // quantization.TILE * quantization.TILE
+        if complete < len(rows):
+            self._left[name] = rows[complete:].copy()
+        for at in range(0, complete, TOGETHER):
+            tile_rows = rows[at : min(at + TOGETHER, complete)]
+            self.write_codes(name, first + at, *quantization.quantize(tile_rows, m.how, name=name, first=first + at))
 
     def write_codes(self, name: str, lo: int, codes: np.ndarray, scales: np.ndarray) -> None:
         """Set rows from `lo` on, a multiple of a tile, which are codes already."""

@@ -11,14 +11,17 @@ ONE = {"gradient_accumulation_steps": 1, "batch_rampup_from": 0, "batch_rampup_t
 
 
 def small(config: Config) -> Config | None:
-    """The run with a small model of the same ops, and heads of the same size. None where the architecture has no such sizes, or is
-    the user's own, whose file another process does not have."""
+    """The configuration with a small model of the same ops and head size; None for architectures without these fields, and for user
+    models (whose file another process lacks)."""
     model = config.model
     known = {field.name for field in fields(model)}
     if not type(model).__module__.startswith("barellm.") or not {"heads", "d_model"} <= known:
         return None
-    had = getattr(model, "heads", 1)
-    head, shared = getattr(model, "head_dim", 0) or model.d_model // had, getattr(model, "kv_heads", had) < had
+    heads_before = getattr(model, "heads", 1)
+    head, shared = (
+        getattr(model, "head_dim", 0) or model.d_model // heads_before,
+        getattr(model, "kv_heads", heads_before) < heads_before,
+    )
     heads = 4 if shared and head <= 128 else 2
     sizes = SIZES | {"heads": heads, "kv_heads": heads // 2 if shared else heads, "d_model": heads * head, "d_ff": 2 * heads * head}
     for key in {"window_layers", "nope_layers"} & known:

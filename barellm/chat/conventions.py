@@ -38,7 +38,7 @@ class Conventions:
 
 
 def collect(folder: Path) -> dict[str, bytes]:
-    """The files of a folder that say how texts begin and end."""
+    """{name: content} of a folder's files that define special tokens, chat templates and generation defaults."""
     found = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
     found |= {f"{NAMED}.{path.name}": path.read_bytes() for path in sorted((folder / NAMED).glob("*.jinja"))}
     found |= {path.name: path.read_bytes() for path in sorted(folder.glob(f"{NAMED}.*.jinja"))}
@@ -62,21 +62,21 @@ def _object(where: Path | str, content: bytes | None = None) -> dict[str, Any]:
 
 
 def read(files: Mapping[str, bytes], token_ids: Mapping[str, int], *, eot: int | None, leading: int | None = None) -> Conventions:
-    """`token_ids`: of tokens by name. `eot` stands before a document. `leading`: the id that the tokenizer itself puts before a
-    text. UserError for a file that is damaged."""
+    """Parse these files. `token_ids`: name -> id; `eot`: the token before documents; `leading`: the id that the tokenizer itself
+    puts before texts. UserError for a damaged file."""
     found = {name: _object(name, files[name]) for name in files if name.endswith(".json")}
     settings, generation, ids = (found.get(name, {}) for name in (SETTINGS, GENERATION, IDS))
     named = _named({**found.get("special_tokens_map.json", {}), **settings})
     by_purpose = {purpose: token_ids[name] for purpose, name in named.items() if name in token_ids}
-    listed = [_ids(where, key, each) for key in ID_KEYS for where, each in ((GENERATION, generation), (CONFIG, ids))]
+    config_ids = [_ids(where, key, each) for key in ID_KEYS for where, each in ((GENERATION, generation), (CONFIG, ids))]
     ends = [by_purpose["eos_token"]] if "eos_token" in by_purpose else []
-    ends += [*listed[2], *listed[3]]
+    ends += [*config_ids[2], *config_ids[3]]
     ends = ends or [token_ids[name] for name in AFTER_TEXT if name in token_ids] or ([] if eot is None else [eot])
-    if isinstance(adds := settings.get("add_bos_token"), bool):
-        begin = by_purpose.get("bos_token") if adds else None
+    if isinstance(add_bos := settings.get("add_bos_token"), bool):
+        begin = by_purpose.get("bos_token") if add_bos else None
     else:
         begin = leading if leading is not None or settings else eot
-    pads = [by_purpose["pad_token"]] if "pad_token" in by_purpose else [*listed[4], *listed[5]]
+    pads = [by_purpose["pad_token"]] if "pad_token" in by_purpose else [*config_ids[4], *config_ids[5]]
     return Conventions(
         begin=begin, end=ends[0] if ends else None, ends=frozenset(ends) | (frozenset() if eot is None else {eot}),
         pad=pads[0] if pads else None, named=named, templates=_templates(files, settings, found.get(OLD_TEMPLATE, {})),
@@ -95,7 +95,6 @@ def _named(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _ids(where: str, key: str, found: Mapping[str, Any]) -> list[int]:
-    """The ids that a key has: one, several or none."""
     value = found.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(i) is not int for i in ids):
@@ -104,7 +103,7 @@ def _ids(where: str, key: str, found: Mapping[str, Any]) -> list[int]:
 
 
 def _templates(files: Mapping[str, bytes], settings: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, str]:
-    """By name. Where none is the default, the first is."""
+    """Chat templates by name, from their own files or tokenizer_config.json; without a default the first is it."""
     texts = {}
     for file in files:
         if file == TEMPLATE or file.startswith(f"{NAMED}."):

@@ -46,16 +46,17 @@ class _Worker:
             self._process = None
 
     def request(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Send a request to the worker and return its answer, {"error": ...} if it crashes or takes longer than SECONDS."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
-                words = [sys.executable, "-P", str(Path(__file__).with_name("worker.py"))]
+                command = [sys.executable, "-P", str(Path(__file__).with_name("worker.py"))]
                 # A session of its own: Ctrl-C in a terminal is for its parent.
                 self._process = subprocess.Popen(
-                    words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
                 )
             assert self._process.stdin is not None and self._process.stdout is not None
-            late = threading.Timer(SECONDS, self._process.kill)
-            late.start()
+            watchdog = threading.Timer(SECONDS, self._process.kill)
+            watchdog.start()
             try:
                 self._process.stdin.write(json.dumps(question).encode() + b"\n")
                 self._process.stdin.flush()
@@ -66,7 +67,7 @@ class _Worker:
                 self.stop()
                 raise
             finally:
-                late.cancel()
+                watchdog.cancel()
             if not line:
                 self.stop()
                 return {"error": f"it was not done after {SECONDS:g} seconds, or its process was killed"}
@@ -95,7 +96,7 @@ def _need_jinja() -> None:
 
 
 def checked(messages: Any) -> list[dict[str, Any]]:
-    """The messages without what is None. UserError for what is no list of messages with a role that is known."""
+    """Validate a list of chat messages (role, content) and drop None values. UserError for anything else."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise UserError(f"messages is {shown(messages)}, expected a list of messages, each with a role and a content")
     found = []
@@ -115,8 +116,7 @@ def checked(messages: Any) -> list[dict[str, Any]]:
 
 
 def text_of(content: Any, where: str) -> str:
-    """The text of a message's content: itself, or its parts of text with nothing between them. UserError, which begins with
-    `where`, for any other."""
+    """The text of a message's content, a string or text parts, joined. UserError, beginning with `where`, for anything else."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     for part in parts:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -147,7 +147,6 @@ def takes_parts(template: str, named: tuple[tuple[str, str], ...]) -> bool:
 
 
 def render(template: str, conversations: Sequence[Any], variables: Mapping[str, Any]) -> list[str]:
-    """The text of each conversation."""
     _need_jinja()
     given = {"tools": None, "documents": None, **variables}
     return _answer_of(template, variables=[{**given, "messages": each} for each in conversations])["texts"]
@@ -165,11 +164,11 @@ def control_tokens(template: str, special: frozenset[str], added: frozenset[str]
 def pieces(
     template: str, conversations: Sequence[Any], variables: Mapping[str, Any], control: Sequence[str], special: AbstractSet[str]
 ) -> list[list[Piece]]:
-    """The text of each conversation in pieces, so that no control token which anybody said, in however many parts, is one.
-
-    In what is said a control token gets marks at its ends, and so does a part of one that the text around it could complete.
-    One whose ends have no mark is the template's own; any other is a piece of letters. Of what an assistant says these are
-    the `special` ones alone: its thinking stands between tokens that are its own."""
+    """Render conversations as pieces (text, letters), so that special tokens spelled in user content stay text (no prompt
+    injection).
+    Control tokens in user content, and parts of one that surrounding text could complete, are marked at both ends before rendering.
+    A control token without marks is the template's own; a marked one becomes a piece of letters. In assistant content only
+    `special` tokens are marked: its thinking stands between tokens that are legitimately its own."""
     before, after = unused(json.dumps([conversations, dict(variables)], ensure_ascii=False))
 
     def marked(value: Any, names: Sequence[str]) -> Any:
@@ -178,8 +177,8 @@ def pieces(
         if isinstance(value, list):
             return [marked(one, names) for one in value]
         if isinstance(value, dict):
-            own = [n for n in control if n in special] if value.get("role") == "assistant" else names
-            return {key: one if key == "role" else marked(one, own) for key, one in value.items()}
+            allowed = [n for n in control if n in special] if value.get("role") == "assistant" else names
+            return {key: one if key == "role" else marked(one, allowed) for key, one in value.items()}
         return value
 
     given = {key: value if key in PURPOSES else marked(value, control) for key, value in variables.items()}
@@ -188,8 +187,8 @@ def pieces(
 
 
 def _marked(said: str, names: Sequence[str], before: str, after: str) -> str:
-    """What was said, with a mark before the first and behind the last character of each name in it, and of each part of one that
-    stands at its beginning or end, or would if the white space there went."""
+    """Insert marks around each control token in user text, and around each prefix or suffix of one at its ends (also after
+    stripping white space), which the template's text could complete."""
     head, tail = said.lstrip(), said.rstrip()
     firsts, lasts = set(), set()
     for name in names:
@@ -213,20 +212,21 @@ def unused(text: str) -> tuple[str, str]:
 
 
 def _split(text: str, control: Sequence[str], before: str, after: str) -> list[Piece]:
+    """Split rendered text into pieces at control tokens that come from user content, and remove the marks."""
     if before not in text and after not in text:
         return [(text, False)]
-    plain, theirs = [], []  # characters, and whether somebody said each
+    plain, from_user = [], []  # characters, and whether somebody said each
     for at, character in enumerate(text):
         if character in (before, after):
             continue
         plain.append(character)
-        theirs.append((at > 0 and text[at - 1] == before) or text[at + 1 : at + 2] == after)
-    found, whole, at, done = [], "".join(plain), 0, 0
-    begins = {name[0] for name in control}
-    while at < len(whole):
-        name = next((n for n in control if whole.startswith(n, at)), "") if whole[at] in begins else ""
-        if name and (theirs[at] or theirs[at + len(name) - 1]):
-            found += [(whole[done:at], False), (name, True)]
+        from_user.append((at > 0 and text[at - 1] == before) or text[at + 1 : at + 2] == after)
+    found, plain_text, at, done = [], "".join(plain), 0, 0
+    first_letters = {name[0] for name in control}
+    while at < len(plain_text):
+        name = next((n for n in control if plain_text.startswith(n, at)), "") if plain_text[at] in first_letters else ""
+        if name and (from_user[at] or from_user[at + len(name) - 1]):
+            found += [(plain_text[done:at], False), (name, True)]
             done = at + len(name)
         at += len(name) or 1
-    return [piece for piece in (*found, (whole[done:], False)) if piece[0]]
+    return [piece for piece in (*found, (plain_text[done:], False)) if piece[0]]

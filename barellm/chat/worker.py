@@ -16,7 +16,7 @@ LONGEST = 1 << 26  # characters of a rendered text
 
 @lru_cache(maxsize=8)
 def compiled(template: str) -> Any:
-    """With the filters and functions that transformers gives a template."""
+    """(template, environment): a jinja2 sandbox with the filters and functions that transformers provides to chat templates."""
     from jinja2 import nodes
     from jinja2.exceptions import SecurityError, TemplateError
     from jinja2.ext import Extension, loopcontrols
@@ -89,7 +89,7 @@ def literals(template: str) -> list[str]:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The text of each of `variables`, or the template's literals; else an error in words."""
+    """Answer one request: the rendered text for each of `variables`, or the template's literals, or an error in words."""
     try:
         if "variables" not in request:
             return {"literals": literals(request["template"])}
@@ -110,6 +110,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Answer requests, one JSON object per line, with limited memory."""
     try:
         import resource
 

@@ -65,7 +65,6 @@ def of_role(session: Source, role: str) -> dict[str, Any]:
 
 
 def checkpoint_bytes(session: Source) -> int:
-    """Size of the tensor files of one checkpoint."""
     return sum(tensorfile.file_bytes(found) for role in ("parameter", "state") if (found := of_role(session, role)))
 
 
@@ -73,20 +72,20 @@ def save(
     folder: Path, session: Source, *, step: int, meta: Mapping[str, Any], tokenizer: Mapping[str, bytes], keep: int,
     gradients: bool = False, warn: Callable[[str], object] = lambda line: None,
 ) -> Path:  # fmt: skip
-    """Write the checkpoint of `step` into `folder`, with the `gradients` too if asked, then remove all but the newest `keep` up to
-    it. Those that say in their `meta` that they are a "milestone" stay for ever and do not count. OSError: the old stand. `warn` is
-    told, in a line each, what could not be removed. Where `folder` is a link nothing old is removed: it is not the run's own."""
+    """Write the checkpoint of `step` into `folder` (with `gradients` if the next step adds to them), then remove all but the newest
+    `keep` up to it; those with "milestone" in their `meta` always stay and do not count. OSError: nothing has changed. `warn` gets
+    a line for each thing that could not be removed. If `folder` is a symlink, nothing old is removed: it is not the run's."""
     target = step_folder(folder, step)
     if not folder.is_dir():
         storage.system.mkdir(folder)
         storage.sync_folder(folder.parent)
-    own = not folder.is_symlink()
-    if own:
+    may_remove = not folder.is_symlink()
+    if may_remove:
         storage.remove_temporaries(folder, warn)
     if os.path.lexists(target) and problem(target):
-        doomed = storage.set_aside(target)
-        if own:
-            storage.remove_checkpoint(doomed, warn)
+        broken = storage.set_aside(target)
+        if may_remove:
+            storage.remove_checkpoint(broken, warn)
     if not target.exists():
         roles = {WEIGHTS: "parameter", OPTIMIZER: "state"} | ({GRADIENTS: "gradient"} if gradients else {})
         _write(target, session, roles, meta={"format": FORMAT, "step": step, **meta}, tokenizer=tokenizer)
@@ -117,6 +116,7 @@ def _is_milestone(path: Path) -> bool:
 def _write(
     target: Path, session: Source, roles: Mapping[str, str], *, meta: Mapping[str, Any], tokenizer: Mapping[str, bytes]
 ) -> None:
+    """Write the files of a checkpoint into a temporary folder that becomes `target`; `roles`: file -> role of its tensors."""
     with storage.new_folder(target) as temporary:
         files = {}
         for name, role in roles.items():
@@ -133,8 +133,8 @@ def _json(value: Any) -> bytes:
 
 
 def problem(path: Path, *, optimizer: bool = True) -> str | None:
-    """The reason why a step folder is not whole, in words; None if sizes and checksums are right. Without `optimizer`, of what
-    only training reads the sizes alone are looked at."""
+    """Why a step folder is not valid, in words; None if sizes and checksums match the manifest. `optimizer` False: of files that
+    only training reads, only the sizes are checked."""
     from xxhash import xxh3_64
 
     try:
@@ -189,8 +189,7 @@ def must_exist(path: Path, *, expected: str) -> None:
 
 
 def find(path: Path, *, optimizer: bool = True) -> tuple[Path, list[str]]:
-    """The checkpoint that `path` means: a step folder, or the newest that verifies of a run folder. `optimizer`: as in
-    `problem`."""
+    """(the step folder at `path`, or the newest valid one of a run; why newer ones were skipped). `optimizer`: see `problem`."""
     must_exist(path, expected="a run folder or a checkpoint folder")
     if (path / MANIFEST).exists() or path.name.startswith("step-"):
         if found := problem(path, optimizer=optimizer):
@@ -198,10 +197,10 @@ def find(path: Path, *, optimizer: bool = True) -> tuple[Path, list[str]]:
         return path, []
     for folder in (path / "checkpoints", path):
         if steps(folder):
-            good, wrong = newest(folder, optimizer=optimizer)
-            if good is None:
-                raise UserError(f"no checkpoint in {folder} is whole: {'; '.join(wrong)}")
-            return good, wrong
+            valid, skipped = newest(folder, optimizer=optimizer)
+            if valid is None:
+                raise UserError(f"no checkpoint in {folder} is whole: {'; '.join(skipped)}")
+            return valid, skipped
     runs = [run for run in path.iterdir() if steps(run / "checkpoints")] if path.is_dir() else []
     if runs:
         newest_run = max(runs, key=lambda run: run.stat().st_mtime)

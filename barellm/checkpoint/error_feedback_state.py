@@ -31,19 +31,21 @@ class ErrorFeedbackState:
             self.tensors[name] = Tensor(name, (self.blocks * int(t.shape[0]), *t.shape[1:]), t.dtype, t.role)
 
     def write_rows(self, name: str, lo: int, values: np.ndarray) -> None:
+        """Write rows of a tensor; of error feedback only this rank's blocks, and summed with those of ranks that no longer
+        exist."""
         if name not in self._kept:
             self._stored.write_rows(name, lo, values)
             return
         rows, done = int(self._kept[name].shape[0]), 0
         while done < len(values):
-            block, at = divmod(lo + done, rows)
-            piece = values[done : done + rows - at]
+            block, offset = divmod(lo + done, rows)
+            piece = values[done : done + rows - offset]
             done += len(piece)
             if block % self._ranks.count != self._ranks.rank:
                 continue
             if block >= self._ranks.count:
-                piece = self._session.read_rows(name, at, at + len(piece)) + piece
-            self._session.write_rows(name, at, piece)
+                piece = self._session.read_rows(name, offset, offset + len(piece)) + piece
+            self._session.write_rows(name, offset, piece)
 
 
 def _blocks(entry: Mapping[str, Any], t: Tensor) -> int:

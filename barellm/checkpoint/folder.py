@@ -31,16 +31,17 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def __enter__(self) -> RunFolder:
-        above = [folder for folder in self.path.parents if not folder.exists()]
+        """Create or check the folder, lock it, remove temporaries, and probe that it can be written."""
+        missing_parents = [folder for folder in self.path.parents if not folder.exists()]
         if self.numbered:
             self.path = made_new(self.path)
         elif self.path.exists() and not self.path.is_dir():
             raise UserError(f"--out {self.path} is a file, expected a folder")
         if not self.resume and self.path.is_dir():
             self._need_nothing_finished()
-        own = [self.path] * (self.numbered or not self.path.exists())
+        created = [self.path] * (self.numbered or not self.path.exists())
         self.path.mkdir(parents=True, exist_ok=True)
-        self._made = [*own, *above]
+        self._made = [*created, *missing_parents]
         try:
             self._take_lock()
             storage.remove_temporaries(self.path)

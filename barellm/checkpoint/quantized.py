@@ -28,7 +28,6 @@ AT_ONCE = 256 * TILE  # rows of codes that are handed on at a time
 
 
 def stored(codes_NK: np.ndarray, how: Scheme) -> np.ndarray:
-    """Codes as the file has them, signed bytes."""
     if how.codes == "i8":
         return codes_NK
     even = np.concatenate([codes_NK, np.zeros((len(codes_NK), codes_NK.shape[1] % 2), np.uint8)], 1)
@@ -44,12 +43,11 @@ def restored(bytes_: np.ndarray, how: Scheme, K: int) -> np.ndarray:
 
 
 def meta_of(how: Scheme) -> dict[str, Any]:
-    """What meta.json says of the format."""
     return {"weights": how.name, "table": list(how.table)}
 
 
 def stored_scheme(path: Path, meta: Mapping[str, Any]) -> str:
-    """The name of the scheme that the codes of a step folder have, "" where it has none."""
+    """The quantization scheme of a step folder's weights, "" if not quantized; the earlier scheme if it has no table."""
     name = meta.get("weights", "")
     if not name:
         return ""
@@ -75,8 +73,7 @@ def tensors_of(parameter: Tensor, how: Scheme, scales: str = "fp16") -> dict[str
 
 @dataclass(frozen=True)
 class Quantized:
-    """A source of rows of which `checkpoint.save` writes a checkpoint: numbers, but for the matrices that `schemes` names, of which
-    it has `codes` and scales."""
+    """A row source for `checkpoint.save`: fp32 parameters, but for the matrices in `schemes`, which are `codes` and scales."""
 
     numbers: Weights
     schemes: Mapping[str, Scheme]
@@ -112,12 +109,11 @@ class Loading(Protocol):
 
 
 def load(path: Path, loading: Loading, parameters: Mapping[str, Tensor], schemes: Mapping[str, Scheme]) -> None:
-    """Hand on all numbers, codes and scales of a step folder that was verified. UserError, before anything is written, for a file
-    that is not of this model and these schemes."""
+    """Load a verified step folder of quantized weights. UserError, before any write, if it is not of this model and schemes."""
     file = path / checkpoint.WEIGHTS
     arrays = tensorfile.mapped(file)
-    wide = {name for name in schemes if getattr(arrays.get(f"{name}.scales"), "dtype", None) == "float32"}
-    tensorfile.checked_header(file, expected(parameters, schemes, wide))
+    fp32_scales = {name for name in schemes if getattr(arrays.get(f"{name}.scales"), "dtype", None) == "float32"}
+    tensorfile.checked_header(file, expected(parameters, schemes, fp32_scales))
     for name, t in parameters.items():
         if name not in schemes:
             for lo, hi in tensorfile.pieces(t.shape, itemsize=4):

@@ -32,16 +32,16 @@ class ShardedState:
         self._session, self._parts, self._ranks, self._background = session, parts, ranks, background
 
     def snapshot(self, names: Collection[str], *, threads: int) -> tuple[ShardedState, Snapshot]:
-        """What these tensors are now, as a thread of each rank saves it, and the part of that which this rank has."""
+        """(these tensors as they are now, readable across ranks by a thread of each; this rank's part of them)."""
         pieces = []
         for name, lo, hi in pieces_of(self.tensors, names):
             width = _width(self.tensors[name])
             first, end = self._part(name, self._ranks.rank)
-            a, b = max(first, lo * width), min(end, hi * width)
-            if a < b:
-                pieces.append((name, *self._rows(name, a, b)))
-        found = Snapshot(self._session, pieces, threads=threads, waits=False)
-        return ShardedState(found, self.tensors, self._parts, self._ranks, background=True), found  # pyright: ignore[reportArgumentType]
+            low, high = max(first, lo * width), min(end, hi * width)
+            if low < high:
+                pieces.append((name, *self._rows(name, low, high)))
+        own_part = Snapshot(self._session, pieces, threads=threads, waits=False)
+        return ShardedState(own_part, self.tensors, self._parts, self._ranks, background=True), own_part  # pyright: ignore[reportArgumentType]
 
     def _part(self, name: str, rank: int) -> tuple[int, int]:
         """The elements of a tensor, from and to, that a rank gives to a checkpoint."""
@@ -52,18 +52,18 @@ class ShardedState:
     # --- loading, on each rank ---
 
     def write_rows(self, name: str, lo: int, values: np.ndarray) -> None:
-        """Keep what of these leading rows is this rank's."""
+        """Write leading rows from `lo` on, of which this rank keeps only its shard."""
         t = self.tensors[name]
         if t.role == "parameter" or name not in self._parts:
             self._session.write_rows(name, lo, values)
             return
         first, end = self._parts[name][self._ranks.rank]
         begin, flat = lo * _width(t), values.reshape(-1)
-        a, b = max(first, begin), min(end, begin + flat.size)
-        if a < b:
-            own = self._session.tensors[name]
-            width = _width(own)
-            self._session.write_rows(name, (a - first) // width, flat[a - begin : b - begin].reshape(-1, *own.shape[1:]))
+        low, high = max(first, begin), min(end, begin + flat.size)
+        if low < high:
+            local = self._session.tensors[name]
+            width = _width(local)
+            self._session.write_rows(name, (low - first) // width, flat[low - begin : high - begin].reshape(-1, *local.shape[1:]))
 
     # --- saving: rank 0 reads, and the others serve ---
 
@@ -82,21 +82,21 @@ class ShardedState:
             self._ranks.send(0, self._own(*request), background=self._background)
 
     def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
-        """Leading rows [lo, hi), exactly, on rank 0."""
+        """Leading rows [lo, hi) at full precision, on rank 0, which requests missing parts from other ranks."""
         t = self.tensors[name]
         begin, end = lo * _width(t), hi * _width(t)
-        found = []
+        parts = []
         for rank in range(self._ranks.count):
             first, last = self._part(name, rank)
-            a, b = max(first, begin), min(last, end)
-            if a >= b:
+            low, high = max(first, begin), min(last, end)
+            if low >= high:
                 continue
             if rank == self._ranks.rank:
-                found.append(self._own(name, a, b))
+                parts.append(self._own(name, low, high))
                 continue
-            self._ranks.send(rank, (name, a, b), background=self._background)
-            found.append(self._ranks.receive(rank, background=self._background))
-        return np.concatenate(found).reshape(hi - lo, *t.shape[1:])
+            self._ranks.send(rank, (name, low, high), background=self._background)
+            parts.append(self._ranks.receive(rank, background=self._background))
+        return np.concatenate(parts).reshape(hi - lo, *t.shape[1:])
 
     def _own(self, name: str, a: int, b: int) -> np.ndarray:
         """Elements [a, b) of a tensor, which this rank holds."""
@@ -117,5 +117,4 @@ class ShardedState:
 
 
 def _width(t: Tensor) -> int:
-    """Elements of a leading row."""
     return t.size // max(1, int(t.shape[0]))

@@ -53,16 +53,15 @@ class Snapshot:
             return self._session.read_rows(*piece) if copy is None else copy
 
     def keep(self, names: Collection[str]) -> None:
-        """Copy what is left of these tensors, since they are about to change. Where there is no memory for the copies, wait until
-        the writer has had all."""
+        """Copy the unread rows of these tensors before they change; without memory for that, wait until the writer has read all."""
         with self._lock:
-            due = [piece for piece in self._left if piece[0] in names and piece not in self._copies]
-            if not due:
+            unread = [piece for piece in self._left if piece[0] in names and piece not in self._copies]
+            if not unread:
                 return
-            nbytes = sum(map(self._nbytes, due))
+            nbytes = sum(map(self._nbytes, unread))
             if not self._waits or has_room(nbytes):
                 with ThreadPoolExecutor(self._threads) as pool:
-                    for copies in pool.map(self._copy, _blocks(due)):
+                    for copies in pool.map(self._copy, _blocks(unread)):
                         self._copies |= copies
                 self.copied += nbytes
                 return

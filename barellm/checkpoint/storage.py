@@ -29,6 +29,7 @@ class NewFile:
     disk shows before anything is written."""
 
     def __init__(self, path: Path, *, size: int = 0) -> None:
+        """Create the file and reserve `size` bytes; large files bypass the page cache (O_DIRECT) if the file system can."""
         from xxhash import xxh3_64
 
         self.path = path
@@ -79,6 +80,7 @@ class NewFile:
             self._filled = 0
 
     def _write(self, view: memoryview) -> None:
+        """Write all bytes; falls back from O_DIRECT if the file system refuses the size."""
         while view:
             try:
                 done = system.write(self._fd, view)
@@ -90,7 +92,7 @@ class NewFile:
             view = view[done:]
 
     def _direct(self, wanted: bool) -> bool:
-        """Write past the cache from now on, or through it. Whether that is a change."""
+        """Switch O_DIRECT on or off; returns whether it changed."""
         flag = getattr(os, "O_DIRECT", 0)
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         if bool(flags & flag) == wanted or not flag:
@@ -102,7 +104,7 @@ class NewFile:
         return True
 
     def close(self) -> dict[str, Any]:
-        """Sync and close; the file's entry in the manifest."""
+        """Sync and close; returns the file's manifest entry."""
         try:
             self._write_buffer()
             sync(self._fd)
@@ -153,22 +155,21 @@ def sync_folder(path: Path) -> None:
 
 
 def _temporary(target: Path) -> Path:
-    """A name beside `target` at which nothing stands, for what is not whole yet or not wholly removed. What an earlier process left
-    at such a name is removed. It is passed by where it cannot be removed, as a busy file must not cost a save, and where the folder
-    is a link, behind which nothing is ours."""
+    """A free temporary name beside `target`. Leftovers of earlier processes there are removed first; those that cannot be (busy),
+    or lie behind a symlink and so are not ours, are skipped."""
     for number in count(1):
-        chosen = target.with_name(f"{TEMPORARY}{target.name}{f'-{number}' if number > 1 else ''}")
+        candidate = target.with_name(f"{TEMPORARY}{target.name}{f'-{number}' if number > 1 else ''}")
         if not target.parent.is_symlink():
             with contextlib.suppress(OSError):
-                remove(chosen)
-        if not os.path.lexists(chosen):
-            return chosen
+                remove(candidate)
+        if not os.path.lexists(candidate):
+            return candidate
     raise AssertionError("count() ends")
 
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder to fill with files, which becomes `target` at the end, on disk and whole."""
+    """Context manager: a temporary folder to fill, synced and renamed to `target` at the end; removed on error."""
     temporary = _temporary(target)
     system.mkdir(temporary)
     try:
@@ -194,7 +195,7 @@ def new_file(target: Path, *, size: int) -> Iterator[NewFile]:
 
 @contextlib.contextmanager
 def new_path(target: Path) -> Iterator[Path]:
-    """A path at which somebody puts a file, on disk, which becomes `target` at the end."""
+    """Context manager: a temporary path for a file that the caller writes and syncs, renamed to `target` at the end."""
     temporary = _temporary(target)
     try:
         yield temporary

@@ -41,21 +41,20 @@ def numpy_dtype(code: str) -> np.dtype:
 
 
 def header_of(tensors: Mapping[str, Any], framework: str = "barellm") -> tuple[bytes, int]:
-    """(length and JSON, bytes of data). Padded with spaces so that the data starts at a multiple of 64."""
+    """(length and JSON header, bytes of data) of a safetensors file; padded so that the data starts at a multiple of 64."""
     entries: dict[str, Any] = {"__metadata__": {"format": framework}}
-    at = 0
+    offset = 0
     for name, t in tensors.items():
         code = CODES[t.dtype]
-        end = at + t.size * itemsize(t)
-        entries[name] = {"dtype": code, "shape": [int(n) for n in t.shape], "data_offsets": [at, end]}
-        at = end
+        end = offset + t.size * itemsize(t)
+        entries[name] = {"dtype": code, "shape": [int(n) for n in t.shape], "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)
-    return len(text).to_bytes(8, "little") + text, at
+    return len(text).to_bytes(8, "little") + text, offset
 
 
 def itemsize(t: Any) -> int:
-    """Bytes of one element of a tensor in a file."""
     return ITEM[CODES[t.dtype]]
 
 
@@ -76,8 +75,7 @@ def file_bytes(tensors: Mapping[str, Any], *, framework: str = "barellm") -> int
 
 
 def write(path: Path, session: RowReader, tensors: Mapping[str, Any], *, framework: str = "barellm") -> dict[str, Any]:
-    """Stream `tensors` (name -> Tensor) of a session to a new file; returns its entry in the manifest. `framework` is what the
-    file says of its origin."""
+    """Stream `tensors` (name -> Tensor) of a session to a new file; returns its manifest entry. `framework`: metadata."""
     header, data = header_of(tensors, framework)
     with NewFile(path, size=len(header) + data) as file:
         file.write(header)
@@ -90,8 +88,8 @@ def write(path: Path, session: RowReader, tensors: Mapping[str, Any], *, framewo
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """({name: entry}, offset of the data) of a safetensors file. UserError unless the tensors, each with as many bytes as its dtype
-    and shape need, fill the data from its beginning to its end, one behind the other: whoever reads them needs no more checks."""
+    """({name: entry}, offset of the data) of a safetensors file. UserError unless the tensors tile the data exactly, each with the
+    size of its dtype and shape; readers need no further checks."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -112,13 +110,13 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     for name, entry in entries.items():
         if problem := _problem(entry):
             raise UserError(f"{path}: the entry of {name!r:.80} in its header {problem}")
-    end, have = 0, size - 8 - length
+    end, actual = 0, size - 8 - length
     for lo, hi, name in sorted((*entry["data_offsets"], name) for name, entry in entries.items()):
         if lo != end:
             raise UserError(f"{path}: {name!r:.80} begins at byte {lo} of the data, expected {end}, where the one before ends")
         end = hi
-    if end != have:
-        raise UserError(f"{path}: the data of its tensors has {end} bytes, the file has {have}")
+    if end != actual:
+        raise UserError(f"{path}: the data of its tensors has {end} bytes, the file has {actual}")
     return entries, 8 + length
 
 
@@ -134,7 +132,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _problem(entry: Any) -> str | None:
-    """The reason why nobody here can read a tensor of this entry."""
+    """What is wrong with a tensor's header entry; None if nothing."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         return f"is {entry!r:.80}, expected its dtype, shape and data_offsets"
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

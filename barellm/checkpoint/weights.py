@@ -23,7 +23,6 @@ from barellm.runtime.session import Session
 @cache
 @mistakes_named
 def parameters(model: ModelConfig) -> dict[str, Tensor]:
-    """The parameters of a model by name, fp32."""
     store = Store()
     models.of(model).declare(Program(store), model)
     return {t.name: t for t in store.of_role("parameter")}  # and no constants, which a model may declare too
@@ -88,7 +87,7 @@ class Weights:
         return rows
 
     def digest(self) -> str:
-        """A hash of all values, whatever file they are in."""
+        """A hash of all parameter values, independent of the file format."""
         from xxhash import xxh3_64
 
         h = xxh3_64(repr([(name, t.valid_rows, t.shape) for name, t in self.tensors.items()]).encode())
@@ -110,9 +109,8 @@ class Weights:
         mapping.check()
 
     def configured(self, config: Config, changes: Mapping[str, Any]) -> Config:
-        """`config` with this model's architecture and sizes, with its positions where sequences would be longer, and with its
-        tokenizer. UserError where `changes`, what the user asked for, say otherwise. What is of training only, as dropout, is the
-        run's."""
+        """`config` for training this model: with its architecture, sizes and tokenizer, and sequences no longer than its positions.
+        UserError where `changes` (the command line's) contradict it. Training-only fields, such as dropout, stay the run's."""
         known = entries(type(self.model))
         for key, value in changes.items():
             section, _, name = key.partition(".")

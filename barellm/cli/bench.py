@@ -58,6 +58,7 @@ def configure(parser: options.Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Measure, print and save the result; `step --serve` runs steps on request instead."""
     from barellm.assembly.build import chosen_device, resolved
     from barellm.checkpoint import storage
     from barellm.models.training_schedule import only_stage
@@ -106,7 +107,7 @@ def _try(out: Path) -> None:
 
 
 def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any], list[str]]:
-    """The result, and the lines that a person reads."""
+    """Run the chosen benchmark: (result for JSON, lines for the terminal)."""
     rounds = _rounds(args)
     report: Callable[[str], None] = (lambda line: None) if args.json else show
     chosen, baseline = _peers(args)
@@ -142,7 +143,7 @@ def _measured(args: argparse.Namespace, config: Config) -> tuple[dict[str, Any],
 
 
 def _rounds(args: argparse.Namespace) -> int:
-    """Rounds of turns. UserError for options that say nothing to this measurement, or on this device."""
+    """The number of interleaved rounds. UserError for options that this benchmark or device does not have."""
     what, on_cpu = args.what, args.device == "cpu"
     interleaved = what in ("gemm", "attention") or (what == "step" and args.peers is not None)
     if args.interleave is not None and not interleaved:
@@ -162,7 +163,7 @@ def _rounds(args: argparse.Namespace) -> int:
 
 
 def _peers(args: argparse.Namespace) -> tuple[dict[str, str] | None, str]:
-    """--baselines as `peers.chosen` has it, None without; and whose products, or ops, stand beside ours, "" for nobody's."""
+    """(baselines by name or None, name of the baseline of gemm or ops or ""), as --baselines says."""
     if args.peers is None:
         return None, ""
     if args.what == "gemm" and args.peers == "cublaslt":
@@ -175,7 +176,7 @@ def _peers(args: argparse.Namespace) -> tuple[dict[str, str] | None, str]:
 
 
 def _check_publish(args: argparse.Namespace, config: Config) -> None:
-    """Raise a UserError for --publish if the project has no place for the result, before anything is measured."""
+    """UserError if --publish has no place for this result, before anything is measured."""
     if not args.publish:
         return
     if args.out:
@@ -198,7 +199,7 @@ def _out(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> Path | 
 
 
 def _name(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> list[str]:
-    """The parts of the name of a result's file: whatever changes the numbers."""
+    """Parts of a result's file name: everything that changes its numbers."""
     on_gpu = ["cuda"] * (args.device == "cuda")
     if r["kind"] == "attention":
         return ["attention", *on_gpu, r["dtype"], *([f"share-{args.share}"] if (args.share or 1) > 1 else [])]
@@ -245,19 +246,20 @@ def _gemm_line(r: dict[str, Any]) -> str:
 
 
 def _gemm_summary(r: dict[str, Any]) -> list[str]:
-    least = {kind: min(row[f"{kind}_percent"] for row in r["products"]) for kind in ("warm", "cold")}
+    """The closing lines of bench gemm: least share of the roofline, and speedup over the baseline by pass."""
+    lowest = {kind: min(row[f"{kind}_percent"] for row in r["products"]) for kind in ("warm", "cold")}
     from barellm.tools.plan.devices import where
 
     what = "{preset}, {dtype}, ".format(**r) + where(r["machine"])
-    lines = [f"{what}, {len(r['products'])} GEMMs: at least {least['warm']:.1f} % warm, {least['cold']:.1f} % cold"]
+    lines = [f"{what}, {len(r['products'])} GEMMs: at least {lowest['warm']:.1f} % warm, {lowest['cold']:.1f} % cold"]
     if "peer" not in r:
         return lines
     from barellm.tools.bench.gemms import speedups_by_pass
 
     lines.append(f"times as fast as {r['peer']}, which fuses nothing; least, median, greatest:")
     for which, kinds in speedups_by_pass(r["products"]).items():
-        times = "".join(f"  {kind} " + " ".join(f"{n:.2f}" for n in numbers) for kind, numbers in kinds.items())
-        lines.append(f"  {which:<6}{times}")
+        speedups = "".join(f"  {kind} " + " ".join(f"{n:.2f}" for n in numbers) for kind, numbers in kinds.items())
+        lines.append(f"  {which:<6}{speedups}")
     return lines
 
 
@@ -274,6 +276,7 @@ def ceiling_line(r: dict[str, Any]) -> str:
 
 
 def _step_lines(r: dict[str, Any]) -> list[str]:
+    """The result of bench step in lines."""
     split = ", ".join(f"{name} {seconds:.2f}" for name, seconds in r["first_step_split"].items())
     speed = f"{r['median_s'] * 1e3:.1f} ms (median of {r['steps']}, least {r['min_s'] * 1e3:.1f})"
     peak = f"{r['percent_of_peak']:.1f} % of {r['peak_flops'] / 1e9:.0f} GFLOP/s (measured)"
@@ -292,6 +295,7 @@ def _step_lines(r: dict[str, Any]) -> list[str]:
 
 
 def _ops_lines(r: dict[str, Any]) -> list[str]:
+    """The result of bench ops as a table, the slowest op first."""
     columns = {"n": 4, "ms": 9, "% step": 7, "GFLOP/s": 8, "GB/s": 6, "% roof": 7}
     columns |= {"alone ms": 9} if "alone_s" in r["ops"][0] else {}
     columns |= {"/ torch": 10} if "peer" in r else {}

@@ -19,6 +19,7 @@ def configure(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Build the program from a preset, or from a run's config.json."""
     from pathlib import Path
 
     from barellm.errors import UserError

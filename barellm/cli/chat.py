@@ -49,6 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Open the model and answer lines until /exit or the end of the input."""
     from barellm.cli.checkpoints import found
     from barellm.errors import UserError
     from barellm.generation.decode import open_decoder
@@ -56,18 +57,21 @@ def run(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens is {args.max_new_tokens}, expected at least 1")
     checkpoint = found(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights, adapter=args.adapter)
-    how, most = options.sampling_of(args, checkpoint.tokenizer), options.context_of(args.context, checkpoint.config.model.max_seq)
-    talk = Talk(checkpoint.tokenizer, most, min(args.max_new_tokens, most // 2), args)
+    sampling, context = (
+        options.sampling_of(args, checkpoint.tokenizer),
+        options.context_of(args.context, checkpoint.config.model.max_seq),
+    )
+    talk = Talk(checkpoint.tokenizer, context, min(args.max_new_tokens, context // 2), args)
     talk.ids()  # a template that fails, fails now
-    with checkpoint.opened(positions=most, exact=args.exact) as compiled:
-        decoder = open_decoder(compiled.session, compiled.config.model, checkpoint.tokenizer, positions=most)
+    with checkpoint.opened(positions=context, exact=args.exact) as compiled:
+        decoder = open_decoder(compiled.session, compiled.config.model, checkpoint.tokenizer, positions=context)
         _say(_banner(checkpoint))
         while (line := _line()) is not None:
             if line.startswith("/"):
                 if talk.obey(line):
                     break
             elif line.strip():
-                talk.answer(line, decoder, how)
+                talk.answer(line, decoder, sampling)
     _say("\n" if sys.stdin.isatty() else "")
     return 0
 
@@ -79,7 +83,7 @@ def _banner(checkpoint: Found) -> str:
 
 
 def _line() -> str | None:
-    """What is typed next; None at the end of the input. Ctrl-C begins the line anew."""
+    """Read the next line; None at the end of the input. Ctrl-C discards what was typed."""
     while True:
         try:
             if not sys.stdin.isatty():
@@ -108,7 +112,7 @@ class Talk:
         self.turn = 0
 
     def obey(self, line: str) -> bool:
-        """A command; whether it ends the talk."""
+        """Execute a /command; returns whether it ends the conversation."""
         from barellm.errors import nearest
 
         name, _, words = line.strip().partition(" ")
@@ -127,24 +131,25 @@ class Talk:
         return False
 
     def ids(self) -> tuple[list[int], bool]:
-        """The ids of the conversation, from which the oldest messages are dropped until it fits, and whether its end has opened the
-        model's thinking. UserError where the last message alone does not fit."""
+        """(token ids of the conversation, without the oldest messages if it does not fit; whether its end opened the model's
+        thinking). UserError if the last message alone is too long."""
         from barellm.errors import UserError
 
-        before = [] if self.system is None else [{"role": "system", "content": self.system}]
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
         while True:
-            messages = [*before, *(self.messages or [{"role": "user", "content": ""}])]
+            messages = [*system, *(self.messages or [{"role": "user", "content": ""}])]
             given = {"add_generation_prompt": True, **self.variables}
             parts = self.tokenizer.chats([messages], given)[0]
             ids = [i for part, _ in parts for i in part.tolist()]
             if len(ids) + self.room <= self.most:
                 return ids, parts[-1][1].rstrip().endswith("<think>")
-            kept = next((i for i, m in enumerate(self.messages) if i > 0 and m["role"] == "user"), None)
-            if kept is None:
+            next_user = next((i for i, m in enumerate(self.messages) if i > 0 and m["role"] == "user"), None)
+            if next_user is None:
                 raise UserError(f"the message has {len(ids)} tokens with its template, the model {self.most} positions")
-            self.messages = self.messages[kept:]
+            self.messages = self.messages[next_user:]
 
     def answer(self, line: str, decoder: Decoder, how: Sampling) -> None:
+        """Generate and print the answer to a message; Ctrl-C ends it early. A message that does not fit is dropped with a line."""
         from barellm.errors import UserError
         from barellm.generation.writing import Written, write
 
@@ -177,7 +182,7 @@ class Thinking:
         _say(DIM if opened and how == "dim" else "")
 
     def feed(self, piece: str) -> None:
-        """A piece of the answer; what may be the beginning of a mark is held back."""
+        """Print a piece of the answer; what may be the beginning of a <think> mark is held back."""
         from barellm.generation.stops import begins
 
         self._held += piece

@@ -33,13 +33,13 @@ class Found:
     def opened(
         self, *, positions: int, rows: int = 1, scoring: tuple[int, int] | None = None, documents: bool = False, exact: bool = False
     ) -> Iterator[CompiledModel]:
-        """A machine with its weights, and a KV cache of so many `rows` and `positions` (0: none). Its programs are those that text
-        is written with, or evaluated; `scoring`, `documents` and `exact` are as in `assembly.build.build_programs`."""
-        run = "decode" if positions else "score" if scoring else "eval"
-        only = (run,) if self.path else (run, "init")
-        how = {"device": self.device, "positions": positions, "rows": rows, "scoring": scoring}
-        how |= {"weights": self.weights, "only": only, "documents": documents, "exact": exact}
-        with open_model(self.config, training=False, **how) as compiled:
+        """Context manager: the compiled model with weights loaded, with programs for decoding (KV cache of `rows` x `positions`),
+        for scoring, or for evaluation (positions 0). `scoring`, `documents`, `exact`: as in `assembly.build.build_programs`."""
+        program = "decode" if positions else "score" if scoring else "eval"
+        needed = (program,) if self.path else (program, "init")
+        options = {"device": self.device, "positions": positions, "rows": rows, "scoring": scoring}
+        options |= {"weights": self.weights, "only": needed, "documents": documents, "exact": exact}
+        with open_model(self.config, training=False, **options) as compiled:
             if self.path is None:
                 compiled.initialize(self.config.train.seed)
                 yield compiled
@@ -59,7 +59,7 @@ class Found:
 
 
 def found_or_fresh(name: str, *, device: str, dtype: str | None = None, weights: str | None = None, adapter: str = "") -> Found:
-    """What `found` finds; or a preset of that name where there is no such folder, whose tokenizer must need no text."""
+    """As `found`; if there is no such folder, a preset of that name with random weights, whose tokenizer must need no text."""
     if Path(name).exists() or name not in models.presets() or adapter:
         return found(name, device=device, dtype=dtype, weights=weights, adapter=adapter)
     check_device(device)
@@ -74,19 +74,19 @@ def found_or_fresh(name: str, *, device: str, dtype: str | None = None, weights:
 
 
 def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1, weights: str | None = None, adapter="") -> Found:
-    """The checkpoint of that name, or a run's newest one that is whole, in the dtype that it was trained in unless another is
-    named; or the model that another program wrote there. Says on stderr which newer checkpoints are damaged. `weights` names a
-    scheme of few bits, `adapter` a folder with one that was trained on top of it."""
+    """Find a checkpoint (a run's newest complete one) or another program's model, without reading weights. `dtype`: default is the
+    trained one. `weights`: a quantization scheme. `adapter`: a folder to merge. Damaged newer checkpoints are reported on
+    stderr."""
     check_device(device)
     if weights is not None:
         scheme(weights)
-    if (theirs := _of_others(Path(name))) is not None:
+    if (foreign := _of_others(Path(name))) is not None:
         from barellm.interop import imported, sources
 
-        tokenizer = theirs.tokenizer or tokenizers.Ids(theirs.model.vocab_size)
-        config = _changed(imported.like(theirs), batch, dtype)
-        theirs = sources.with_adapter(theirs, adapter)
-        return Found(theirs.path, config, tokenizer, chosen_device(device, config), weights or "", source=theirs)
+        tokenizer = foreign.tokenizer or tokenizers.Ids(foreign.model.vocab_size)
+        config = _changed(imported.like(foreign), batch, dtype)
+        foreign = sources.with_adapter(foreign, adapter)
+        return Found(foreign.path, config, tokenizer, chosen_device(device, config), weights or "", source=foreign)
     path, wrong = checkpoint.find(Path(name), optimizer=False)
     for text in wrong:
         print(f"barellm: warning: skipped {text}", file=sys.stderr)

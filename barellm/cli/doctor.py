@@ -27,6 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the report, after measuring rates or checking the GPU if asked to."""
     if args.measure:
         measure(args.device)
     if args.gpu:
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report() -> dict[str, dict[str, Any]]:
-    """{part: {fact: value}}. A fact that cannot be found out is None; nothing here raises for the machine's sake."""
+    """{section: {fact: value}}; None for what cannot be determined. Never raises because of the machine."""
     from barellm import __version__
 
     return {
@@ -59,6 +60,7 @@ def report() -> dict[str, dict[str, Any]]:
 
 
 def processor() -> dict[str, Any]:
+    """The CPU, what of it this process may use, and its caches."""
     from barellm.cpu.processor import known_caches
     from barellm.cpu.threads import allowed_cpus, logical_cpus
     from barellm.runtime.cgroup import cpu_limit
@@ -71,6 +73,7 @@ def processor() -> dict[str, Any]:
 
 
 def memory() -> dict[str, Any]:
+    """Memory limit and its source, available bytes, and huge pages."""
     from barellm.runtime.memory import memory_limit
 
     limit, source = memory_limit()
@@ -85,7 +88,7 @@ def memory() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any]:
-    """The GPU that `--device cuda` would use, or what is missing for it."""
+    """The GPU for `--device cuda`, or why there is none."""
     from barellm.cuda import compile as cuda_compile
     from barellm.cuda import cublaslt, driver
     from barellm.errors import UserError
@@ -112,7 +115,7 @@ def gpu() -> dict[str, Any]:
 
 
 def check_gpu() -> int:
-    """Print how the kernels that GPT-2 and Llama launch do in the GPU's self-check. The exit status is 1 where one fails."""
+    """Run the GPU self-check of GPT-2's and Llama's kernels and print each error over its bound. Exit status 1 if one fails."""
     from textwrap import wrap
 
     from barellm import __version__, models
@@ -147,7 +150,7 @@ def measure(device: str) -> None:
 
 
 def rates() -> dict[str, str]:
-    """What was measured of this machine: peaks of matmuls by dtype, bandwidths of memory by mix."""
+    """Measured rates of this machine: FLOP/s of matmuls by dtype, memory bandwidth by mix."""
     from barellm.cpu.backend import machine_of
     from barellm.cuda import driver
     from barellm.errors import UserError
@@ -164,6 +167,7 @@ def rates() -> dict[str, str]:
 
 
 def uses() -> dict[str, Any]:
+    """What barellm chooses on this machine: instruction set, dtype, threads, caches."""
     from barellm.cpu import isa, jit, tuning
     from barellm.cpu.backend import default_dtype
     from barellm.cpu.threads import thread_count

@@ -60,11 +60,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Check the options and run the evaluation that they choose."""
     from barellm.cli.checkpoints import found
 
-    for name, least in (("tokens", 0), ("first", 0), ("batch", 1), ("limit", 0)):
-        if getattr(args, name) < least:
-            raise UserError(f"--{name} is {getattr(args, name)}, expected at least {least}")
+    for name, minimum in (("tokens", 0), ("first", 0), ("batch", 1), ("limit", 0)):
+        if getattr(args, name) < minimum:
+            raise UserError(f"--{name} is {getattr(args, name)}, expected at least {minimum}")
     if args.hellaswag is not None and (args.data is not None or args.split == "all" or args.tokens or args.first):
         raise UserError("--hellaswag has its own text: leave out --data, --split, --tokens and --first")
     if args.tokens and args.first:
@@ -73,14 +74,15 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--limit is about examples: add --hellaswag FILE")
     if args.per_document is not None and (args.tokens or args.first):
         raise UserError("--per-document scores complete documents: leave out --tokens and --first")
-    how = {"device": args.device, "dtype": args.dtype, "weights": args.weights, "batch": args.batch, "adapter": args.adapter}
-    checkpoint = found(args.checkpoint, **how)
+    options = {"device": args.device, "dtype": args.dtype, "weights": args.weights, "batch": args.batch, "adapter": args.adapter}
+    checkpoint = found(args.checkpoint, **options)
     if args.hellaswag is not None:
         return _hellaswag(args, checkpoint)
     return _loss(args, checkpoint) if args.per_document is None else _documents(args, checkpoint)
 
 
 def _loss(args: argparse.Namespace, checkpoint: Found) -> int:
+    """Evaluate the loss of a text and print it."""
     from barellm.data.sources import prepare
     from barellm.evaluation.validation import Evaluator
     from barellm.training.inputs import with_document_mask
@@ -111,7 +113,6 @@ def _loss(args: argparse.Namespace, checkpoint: Found) -> int:
 
 
 def _print(checkpoint: Found, nats: float, bits: float | None, words: str) -> None:
-    """The loss in its three units, and of what it is."""
     from barellm.training.report import perplexity
 
     per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
@@ -120,6 +121,7 @@ def _print(checkpoint: Found, nats: float, bits: float | None, words: str) -> No
 
 
 def _hellaswag(args: argparse.Namespace, checkpoint: Found) -> int:
+    """Evaluate HellaSwag and print the accuracy."""
     from barellm.evaluation import hellaswag
     from barellm.evaluation.scoring import Scorer, shape_for
 
@@ -146,6 +148,7 @@ def _hellaswag(args: argparse.Namespace, checkpoint: Found) -> int:
 
 
 def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
+    """Evaluate each document by itself, write their rows, and print the totals."""
     from barellm.data import forms, reading
     from barellm.data.sources import find_text, prepare
     from barellm.evaluation import documents
@@ -187,7 +190,6 @@ def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
 
 
 def _new_file(name: str | None) -> Path | None:
-    """The path of a file that is not there yet."""
     if name is not None and Path(name).exists():
         raise UserError(f"{name} exists, expected a new file")
     return None if name is None else Path(name)

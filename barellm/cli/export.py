@@ -23,6 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Export the checkpoint and print what was written."""
     from pathlib import Path
 
     from barellm.config.aliases import FORMATS
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from barellm.training.console import show
 
     kind: str = FORMATS.get(args.format) or args.format
-    how = {"kind": kind, "dtype": args.dtype, "licence": args.license, "merge": args.merge}
-    for line in export(Path(args.checkpoint), Path(args.out), **how):
+    options = {"kind": kind, "dtype": args.dtype, "licence": args.license, "merge": args.merge}
+    for line in export(Path(args.checkpoint), Path(args.out), **options):
         show(line)
     return 0

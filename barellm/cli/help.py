@@ -46,12 +46,13 @@ def group(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGrou
 
 
 def page(parser: argparse.ArgumentParser, *, everything: bool) -> str:
+    """The help page: with `everything` all options and paragraphs, else common ones and the first paragraph."""
     paragraphs = (parser.description or "").strip().split("\n\n")
     shown = paragraphs if everything else paragraphs[:1]
     lines = [*_filled(usage(parser), indent=7), ""]
     for paragraph in shown:
-        raw = paragraph.startswith(" ")  # a table, or a command line
-        lines += [*(paragraph.splitlines() if raw else _filled(paragraph)), ""]
+        verbatim = paragraph.startswith(" ")  # a table, or a command line
+        lines += [*(paragraph.splitlines() if verbatim else _filled(paragraph)), ""]
     for title, actions in _groups(parser, everything):
         lines.append(f"{title}:")
         for action in actions:
@@ -69,8 +70,7 @@ def usage(parser: argparse.ArgumentParser) -> str:
 
 
 def needed(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """What a command cannot be without. argparse itself does not enforce it: an option that is wrong is told before one that is
-    missing (`Parser.parse`)."""
+    """The required arguments. Not enforced by argparse, so that a wrong option is reported before a missing one."""
     for action in parser._actions:
         action.needed = getattr(action, "needed", action.required)  # pyright: ignore[reportAttributeAccessIssue]
         action.required = False
@@ -83,6 +83,8 @@ def _positional(action: argparse.Action) -> str:
 
 
 def _groups(parser: argparse.ArgumentParser, everything: bool) -> Iterator[tuple[str, list[argparse.Action]]]:
+    """(title, options) of the page, in the order of GROUPS, positional arguments first."""
+
     def order(found: argparse._ArgumentGroup) -> int:
         return GROUPS.index(found.title) if found.title in GROUPS else -1
 
@@ -95,6 +97,7 @@ def _groups(parser: argparse.ArgumentParser, everything: bool) -> Iterator[tuple
 
 
 def _entry(action: argparse.Action, everything: bool) -> list[str]:
+    """The lines of one option; without `everything` the help text ends at its first semicolon."""
     text = action.help or ""
     if not everything:
         default = _DEFAULT.search(text)
@@ -129,21 +132,20 @@ def _filled(text: str, *, width: int = WIDTH, indent: int = 0) -> list[str]:
 
 
 def missing(parser: argparse.ArgumentParser, actions: list[argparse.Action]) -> UserError:
-    """What to say where a command lacks arguments."""
     words = [_positional(a) if not a.option_strings else _names(a, False) for a in actions]
     return UserError(f"{' and '.join(words)} {'is' if len(words) == 1 else 'are'} missing: {usage(parser)}")
 
 
 def completion(shell: str, parsers: Mapping[str, argparse.ArgumentParser]) -> str:
-    """The script that completes commands and their options, of every architecture, in a shell."""
+    """The shell script that completes commands and options, made by the package shtab."""
     try:
         shtab = import_module("shtab")
     except ModuleNotFoundError:
         raise UserError('--completion needs the package shtab: pip install "barellm[completion]"') from None
     if shell not in shtab.SUPPORTED_SHELLS:
         raise UserError(f"--completion is {shell!r}, expected {', '.join(shtab.SUPPORTED_SHELLS)}")
-    whole = argparse.ArgumentParser(prog="barellm")
-    commands = whole.add_subparsers()
+    root = argparse.ArgumentParser(prog="barellm")
+    commands = root.add_subparsers()
     for name, parser in parsers.items():
         for action in parser._actions:
             if action.dest == "preset":
@@ -151,4 +153,4 @@ def completion(shell: str, parsers: Mapping[str, argparse.ArgumentParser]) -> st
         commands.choices[name] = parser  # pyright: ignore[reportIndexIssue]
         description = (parser.description or "").strip().partition(".")[0]
         commands._choices_actions.append(commands._ChoicesPseudoAction(name, [], description))
-    return shtab.complete(whole, shell).replace("-o bashdefault", "-o bashdefault -o default")  # files and folders too
+    return shtab.complete(root, shell).replace("-o bashdefault", "-o bashdefault -o default")  # files and folders too

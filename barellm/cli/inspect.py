@@ -39,6 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print code or summaries of the chosen kernels, or the list of a preset's kernels."""
     from barellm.assembly.build import resolved
     from barellm.tools.inspect import kernels
     from barellm.tools.plan import devices
@@ -95,6 +96,7 @@ def _head(row: dict[str, Any]) -> list[str]:
 
 
 def _summary(row: dict[str, Any]) -> list[str]:
+    """A CPU kernel's summary in lines: instructions, inner loop, register spills."""
     code, inner = row["code"], row["code"]["inner"]
     lines = [
         *_head(row),
@@ -109,28 +111,28 @@ def _summary(row: dict[str, Any]) -> list[str]:
             f"{inner['stores']} stores, {inner['accumulators']} accumulators",
             f"  register spills      {spills}{'  <-- not enough registers' if spills else ''}",
         ]
-    others = [x for x in code["loops"] if inner and x["label"] != inner["label"] and x["stack_references"]]
-    lines += [f"  also {x['label']:<16}{x['stack_references']} stack references" for x in others]
+    spilling = [x for x in code["loops"] if inner and x["label"] != inner["label"] and x["stack_references"]]
+    lines += [f"  also {x['label']:<16}{x['stack_references']} stack references" for x in spilling]
     if "weights" in row["constants"]:
         lines += [f"  {line}" for line in _of_a_weight(row, code["loops"], code["widest"])]
     return lines
 
 
 def _of_a_weight(row: dict[str, Any], loops: list[dict[str, Any]], widest: str) -> list[str]:
-    """Instructions for each weight in the loops of a kernel that turns codes into numbers in registers: those with the fewest
-    multiply-adds are of one row. Where bytes are multiplied, a lane of a product has four, and a weight takes several products."""
+    """Instructions per quantized weight, from the kernel's loop for one row (the one with the fewest multiply-adds). With byte dot
+    products a lane holds four bytes, and a weight may take several."""
     from barellm.cpu.kernels.gemm.quantized_digits import products_of_a_weight
 
     lanes = {"zmm": 16, "ymm": 8}.get(widest, 4)
-    pairs = {"vdpbf16ps": 2, "bfdot": 2}
+    per_lane = {"vdpbf16ps": 2, "bfdot": 2}
     adds = [x["multiply_adds"] for x in loops]
     if any("vpdpbusd" in found for found in adds):
-        each = 4 / products_of_a_weight(row["constants"]["weights"], row["operands"][2])
-        weights = [int(each * found.get("vpdpbusd", 0)) for found in adds]
+        per_instruction = 4 / products_of_a_weight(row["constants"]["weights"], row["operands"][2])
+        weights = [int(per_instruction * found.get("vpdpbusd", 0)) for found in adds]
     else:
-        weights = [sum(n * pairs.get(name, 1) for name, n in found.items()) for found in adds]
-    counts = [(x["instructions"], each) for x, each in zip(loops, weights, strict=True)]
-    counts = [(instructions, lanes * each) for instructions, each in counts if each]
+        weights = [sum(n * per_lane.get(name, 1) for name, n in found.items()) for found in adds]
+    counts = [(x["instructions"], per_instruction) for x, per_instruction in zip(loops, weights, strict=True)]
+    counts = [(instructions, lanes * per_instruction) for instructions, per_instruction in counts if per_instruction]
     if not counts:
         return []
     instructions, weights = min(counts, key=lambda count: count[1])
@@ -138,6 +140,7 @@ def _of_a_weight(row: dict[str, Any], loops: list[dict[str, Any]], widest: str) 
 
 
 def _device_summary(row: dict[str, Any]) -> list[str]:
+    """A GPU kernel's summary in lines: registers, shared memory, instruction counts."""
     code = row["code"]
     spills = f"{code['spills']}{'  <-- not enough registers' if code['spills'] else ''}"
     return [

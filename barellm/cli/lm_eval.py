@@ -31,6 +31,7 @@ class Barellm(TemplateLM):
         self, run: str, device: str | None = None, dtype: str | None = None, weights: str | None = None, batch_size: int | str = 8,
         max_gen_toks: int = 256, seed: int = 1337, max_batch_size: int | None = None,
     ) -> None:  # fmt: skip
+        """Find the checkpoint; programs are compiled per request, sized for the texts."""
         super().__init__()
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise UserError(f"batch_size is {batch_size!r}, expected a number from 1 on")
@@ -42,7 +43,6 @@ class Barellm(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The id that ends a text."""
         end = self.vocabulary.conventions.end
         return self.vocabulary.start if end is None else end
 
@@ -56,7 +56,6 @@ class Barellm(TemplateLM):
         return self.vocabulary.hash
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """What the harness writes into its results."""
         return self.vocabulary.conventions.templates.get("default", "") if chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -77,6 +76,7 @@ class Barellm(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
+        """(log-likelihood, is greedy) of each continuation after its context; harness interface."""
         texts = {i: Text([*context, *end], len(end)) for i, (_, context, end) in enumerate(requests) if end}
         scores = dict(zip(texts, self._scores(list(texts.values()), disable_tqdm) if texts else [], strict=True))
         found = []
@@ -88,6 +88,7 @@ class Barellm(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of each whole text, in windows of the context length; harness interface."""
         texts: list[Text] = []
         owners: list[int] = []
         for i, (string,) in enumerate(request.args for request in requests):
@@ -105,20 +106,21 @@ class Barellm(TemplateLM):
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Requests with the same keywords are answered in batches."""
+        """Answer requests, batching those with equal generation keywords; harness interface."""
         requested: list[tuple[str, dict[str, Any]]] = [request.args for request in requests]  # pyright: ignore[reportAssignmentType]
         groups: dict[str, list[int]] = {}
         for i, (_, keywords) in enumerate(requested):
             groups.setdefault(repr(keywords), []).append(i)
-        found = [""] * len(requests)
+        answers_in_order = [""] * len(requests)
         for members in groups.values():
             answers = self._answers([requested[i][0] for i in members], requested[members[0]][1])
             for i, answer in zip(members, answers, strict=True):
-                found[i] = answer
+                answers_in_order[i] = answer
                 self.cache_hook.add_partial("generate_until", requests[i].args, answer)
-        return found
+        return answers_in_order
 
     def _answers(self, contexts: list[str], keywords: dict[str, Any]) -> Iterable[str]:
+        """Generate answers with the harness's keywords. UserError for unsupported ones that would change the result."""
         requested: dict[str, Any] = dict(normalize_gen_kwargs(keywords, self.max_gen_toks))
         if unknown := sorted(requested.keys() - KNOWN - IGNORED):
             raise UserError(f"a task asks for {unknown[0]} in its generation_kwargs, which barellm does not have")
@@ -127,7 +129,7 @@ class Barellm(TemplateLM):
         count = requested["max_gen_toks"]
         if count >= self.max_length:
             raise UserError(f"a task asks for {count} tokens, the model has {self.max_length} positions")
-        how = samplers.Sampling(
+        sampling = samplers.Sampling(
             temperature=float(requested.get("temperature", 0.0)), top_k=int(requested.get("top_k") or 0),
             top_p=float(requested.get("top_p") or 1.0), min_p=float(requested.get("min_p") or 0.0),
             repetition_penalty=float(requested.get("repetition_penalty") or 1.0), seed=self.seed,
@@ -140,9 +142,9 @@ class Barellm(TemplateLM):
         with self.checkpoint.opened(positions=positions, rows=rows) as compiled:
             decoder = decode.open_decoder(compiled.session, compiled.config.model, self.vocabulary, positions=positions)
             for first in range(0, len(prompts), rows):
-                here = prompts[first : first + rows]
-                texts = [Written(self.vocabulary, stops=requested["until"]) for _ in here]
-                for _ in write(decoder, here, texts, count=count, hows=[how] * len(here)):
+                batch = prompts[first : first + rows]
+                texts = [Written(self.vocabulary, stops=requested["until"]) for _ in batch]
+                for _ in write(decoder, batch, texts, count=count, hows=[sampling] * len(batch)):
                     pass
                 answers += [text.text for text in texts]
         return answers

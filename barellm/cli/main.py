@@ -84,7 +84,7 @@ def parser_of(name: str, words: Sequence[str]) -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 2 a mistake that the user can mend (one line on stderr), 130 interrupted."""
+    """Run a command line. Exit status: 0 done, 2 user error (one line on stderr), 130 interrupted, 141 output closed."""
     argv = sys.argv[1:] if argv is None else argv
     open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -120,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def help_or_command(argv: Sequence[str]) -> int:
+    """Answer --help (status 2 if no command was given, as for other mistakes), --version or --completion, else run the command.
+    Imports are lazy, so that these answers come at once."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(help_text())
         return 0 if argv else 2

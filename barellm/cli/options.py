@@ -28,10 +28,9 @@ _ESCAPE = re.compile(rf"\\(?:([nrtf0\\])|x{_HEX % 2}|u{_HEX % 4}|U{_HEX % 8}|[xu
 
 
 def escaped(words: str) -> str:
-    """A piece of text on the command line as it is meant: the type of every option that takes one. As in llama.cpp, a backslash
-    that begins no escape stays."""
+    """Argument type: text with backslash escapes resolved, as in llama.cpp; a backslash that begins no escape stays."""
 
-    def meant(found: re.Match[str]) -> str:
+    def resolve(found: re.Match[str]) -> str:
         if found[1]:
             return _CHARACTERS[found[1]]
         if digits := found[2] or found[3] or found[4]:
@@ -39,7 +38,7 @@ def escaped(words: str) -> str:
         raise argparse.ArgumentTypeError(f"{words!r} ends in the middle of an escape at {found[0]!r}, expected {ESCAPES}")
 
     try:
-        return _ESCAPE.sub(meant, words).encode("utf-16", "surrogatepass").decode("utf-16")
+        return _ESCAPE.sub(resolve, words).encode("utf-16", "surrogatepass").decode("utf-16")
     except (OverflowError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{words!r} has a character that is none in Unicode") from error
 
@@ -63,9 +62,10 @@ class Parser(argparse.ArgumentParser):
         return help.page(self, everything=True)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse, with aliases of other programs. UserError for unknown options, with the nearest one, and missing arguments."""
         known = dict(self._option_string_actions)
-        other = aliases.aliases_of(known)
-        self._option_string_actions.update({alias: known[name] for alias, name in other.items()})
+        alias_of = aliases.aliases_of(known)
+        self._option_string_actions.update({alias: known[name] for alias, name in alias_of.items()})
         argv = [positive for word in argv for positive in self._without_no(word)]
         required = help.needed(self)
         args, unknown = self.parse_known_args(argv)
@@ -73,14 +73,14 @@ class Parser(argparse.ArgumentParser):
             raise UserError(f"unexpected argument {unknown[0]!r} (see {self.prog} --help)")
         if options := [word.split("=")[0] for word in unknown if word.startswith("-")]:
             instead = {o: aliases.instead(o) for o in options}
-            said = "; ".join(f"{o}: barellm has {has}" if has else f"{o}{nearest(o, known)}" for o, has in instead.items())
-            raise UserError(f"unknown option {said}{'' if all(instead.values()) else f' (see {self.prog} --help)'}")
+            described = "; ".join(f"{o}: barellm has {has}" if has else f"{o}{nearest(o, known)}" for o, has in instead.items())
+            raise UserError(f"unknown option {described}{'' if all(instead.values()) else f' (see {self.prog} --help)'}")
         if missing := [action for action in required if not getattr(args, action.dest)]:
             raise help.missing(self, missing)
-        typed = [option for word in argv if (option := word.split("=")[0]) in other]
+        typed = [option for word in argv if (option := word.split("=")[0]) in alias_of]
         if line := aliases.renamed(option.lstrip("-").replace("-", "_") for option in typed):
             print(f"barellm: note: {line}", file=sys.stderr)
-        args.words = [_known(word, other) for word in argv]
+        args.words = [_known(word, alias_of) for word in argv]
         return args
 
     def _without_no(self, word: str) -> list[str]:
@@ -108,8 +108,7 @@ def _known(word: str, other: Mapping[str, str]) -> str:
 
 
 def add_own_models(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
-    """--model FILE.py. It is looked for before the parser has its other options, since the keys of the file's Config are some of
-    them."""
+    """Add --model FILE.py and import the file first: the keys of its Config become options of the parser."""
     option = {"action": "append", "default": [], "metavar": "FILE.py"}
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     early.add_argument("--model", **option)
@@ -140,8 +139,8 @@ OUTPUT = re.compile(r"train\.(eval|sample|checkpoint|hellaswag|keep|save|track|e
 
 
 def add_configuration(parser: Parser, common: str = STEP) -> None:
-    """PRESET, --config and one option per configuration key of any architecture. The preset decides which of them there are, so the
-    others are refused later. `common`: the keys that --help shows, with the values of the preset."""
+    """Add PRESET, --config and one option per configuration key of any architecture; keys of other architectures are refused after
+    the preset is known. `common`: keys shown by --help."""
     config = models.preset(parser.preset or models.usual())
     known, values = overrides.known_keys(config), overrides.flat(config)
     chosen = help.group(parser, "model")
@@ -160,13 +159,12 @@ def add_configuration(parser: Parser, common: str = STEP) -> None:
         optional: dict[str, Any] = {"nargs": "?", "const": "true"} if bool in kinds else {}
         metavar = "|".join(sorted(kind.__name__.upper() for kind in ({entry.kind} if entry else kinds)))
         text = argparse.SUPPRESS if entry is None else _help(entry.help, values[key])
-        options = help.group(parser, title)
-        options = options if key in common.split() else help.Rare(options)
-        options.add_argument(f"--{key}", *names, dest=key, metavar=metavar, help=text, **optional)
+        group = help.group(parser, title)
+        group = group if key in common.split() else help.Rare(group)
+        group.add_argument(f"--{key}", *names, dest=key, metavar=metavar, help=text, **optional)
 
 
 def _help(text: str, value: object) -> str:
-    """The meaning of a key, and its value in the preset."""
     shown = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
     return (f"{text} (default: {shown})" if shown and "(default:" not in text else text).replace("%", "%%")
 
@@ -177,12 +175,11 @@ def dtype(text: str) -> str:
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
-    """--dtype of commands that read a checkpoint."""
     parser.add_argument("--dtype", type=dtype, metavar="STR", help="fp32, bf16 or auto (default: what it was trained in)")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """How a token is chosen. What nobody gives is what the model's own generation_config.json says."""
+    """Add the sampling options; those not given come from the model's generation_config.json."""
     for name, metavar, kind, default, what in (
         ("temperature", "T", float, 0.8, "0 is greedy decoding"),
         ("top-p", "P", float, 1.0, "nucleus sampling: fewest tokens with cumulative probability P"),
@@ -217,7 +214,6 @@ def add_context(parser: argparse.ArgumentParser) -> None:
 
 
 def add_exact(parser: argparse.ArgumentParser) -> None:
-    """--exact of commands that write text."""
     said = "a token has the same bits in a prompt and as it is generated (on a CPU; slower: docs/generation.md)"
     help.Rare(parser).add_argument("--exact", action="store_true", help=said)
 

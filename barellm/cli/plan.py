@@ -62,6 +62,7 @@ def configure(parser: options.Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the plan, or the scaling model or GEMM tilings that options ask for."""
     from barellm.assembly.build import resolved
     from barellm.models.training_schedule import only_stage
     from barellm.tools.plan import devices, plan
@@ -93,10 +94,10 @@ def run(args: argparse.Namespace) -> int:
     tilings, lines = _gemms(args, built, numbers["step"], config) if args.device == "cuda" else ([], [])
     numbers |= {"gemms": tilings} if tilings else {}
     if args.json:
-        more = ({"map": plan.memory_map(built)} if args.map else {}) | (
+        extra = ({"map": plan.memory_map(built)} if args.map else {}) | (
             {"optimizers": plan.optimizers(built, config)} if args.optim else {}
         )
-        print(json.dumps(numbers | more))
+        print(json.dumps(numbers | extra))
         return 0
     show("\n".join(_tables(numbers) + lines))
     if args.optim:
@@ -120,7 +121,7 @@ def _ranks(args: argparse.Namespace, config: Config) -> Ranks:
 
 
 def _scale(args: argparse.Namespace, config: Config, ceiling: Ceiling | None) -> int:
-    """Print what a step of many ranks would take. Without --measure and --card the arithmetic is that of an H100."""
+    """Print the scaling model's prediction. Without --measure or --card the roofline is an H100's."""
     from barellm.tools.plan import devices, scale
 
     if args.ranks is None or args.ranks < 1:
@@ -148,7 +149,6 @@ def _one_gemm(args: argparse.Namespace, dtype: str) -> int:
 
 
 def _gemms(args: argparse.Namespace, built: Any, step: Iterable[str], config: Config) -> tuple[list[Any], list[str]]:
-    """The GEMMs of a step, as JSON has them and in lines."""
     from barellm.cuda.kernel import Sizes
 
     tilings, lines = _tilings(args, built, step, Sizes(config.train.micro_batch_size, config.train.seq))
@@ -156,6 +156,7 @@ def _gemms(args: argparse.Namespace, built: Any, step: Iterable[str], config: Co
 
 
 def _tilings(args: argparse.Namespace, built: Any, programs: Iterable[str], sizes: Any) -> tuple[list[Any], list[str]]:
+    """(tilings as JSON, lines) of the programs' GEMMs; --compile takes occupancy from compiled kernels."""
     from barellm.tools.plan import devices, waves
 
     card = args.card or "h100"
@@ -173,6 +174,7 @@ def _tilings(args: argparse.Namespace, built: Any, programs: Iterable[str], size
 
 
 def _tables(n: dict[str, Any]) -> list[str]:
+    """The plan in lines: memory, operations by family, fused ops, roofline."""
     from barellm.tools.plan.devices import where
 
     rank = f" of rank {n['rank']} of {n['ranks']}" if "rank" in n else ""

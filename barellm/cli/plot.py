@@ -37,6 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Draw the curves: in the terminal, as a picture, or as an HTML page."""
     from barellm.training.console import Console
 
     console = Console()
@@ -52,23 +53,23 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--json is for --exponent-stats: the losses of a run are in its metrics.jsonl")
     if page:
         return _page(args, console)
-    curves = [found for name in args.runs for found in _read(name, axis=axis, y=args.y or "loss")]
+    curves = [one for name in args.runs for one in _read(name, axis=axis, y=args.y or "loss")]
     if args.out is not None:
         title = str(Path(args.runs[0])) if len(args.runs) == 1 else "training, smoothed, and validation (dots)"
-        title = "validation" if len(args.runs) > 1 and not any(found.train for found in curves) else title
+        title = "validation" if len(args.runs) > 1 and not any(one.train for one in curves) else title
         curve.image(Path(args.out), curves, title=title, axis=axis, log=log)
-    for found in curves:
-        console.line(f"{found.name}: {curve.summary(found, axis=axis)}")
+    for one in curves:
+        console.line(f"{one.name}: {curve.summary(one, axis=axis)}")
         if args.out is None:
             ascii_only = not console.can_show(curve.GLYPHS)
-            console.line(curve.terminal(found, axis=axis, log=log, ascii_only=ascii_only))
+            console.line(curve.terminal(one, axis=axis, log=log, ascii_only=ascii_only))
     if args.out is not None:
         console.line(f"curve {args.out}")
     return 0
 
 
 def _page(args: argparse.Namespace, console: Console) -> int:
-    """The runs, as a page for a browser that needs no server."""
+    """Write the runs as a self-contained HTML page."""
     from barellm.checkpoint import storage
     from barellm.serving import live
     from barellm.training import metrics
@@ -81,7 +82,7 @@ def _page(args: argparse.Namespace, console: Console) -> int:
 
 
 def _exponent_stats(args: argparse.Namespace, console: Console) -> int:
-    """The exponent histograms of one run."""
+    """Show the exponent histograms of one run."""
     from barellm.checkpoint import checkpoint
     from barellm.training import exponent_stats, exponent_stats_chart
 
@@ -107,8 +108,7 @@ def _exponent_stats(args: argparse.Namespace, console: Console) -> int:
 
 
 def _read(name: str, *, axis: str, y: str) -> list[Curve]:
-    """The curve of the run in a folder; two of learning rates, where Muon has its own. UserError for what is not there, or is not
-    what a run writes."""
+    """The curve of a run's folder; two of learning rates if Muon has its own. UserError for files that no run wrote."""
     from barellm.checkpoint import checkpoint
     from barellm.config import overrides
     from barellm.training import curve, metrics, training_schedule

@@ -71,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the shards; nothing appears in --out until all of them are complete."""
+    """Tokenize into shards. Nothing appears in --out until all are complete; an interrupted command resumes when repeated."""
     from barellm.data.named import fetched_corpus
     from barellm.data.sources import corpus_tokenizer, find_text
     from barellm.data.staging_dir import StagingDir
@@ -83,13 +83,13 @@ def run(args: argparse.Namespace) -> int:
         return _show(args)
     if args.out is None:
         raise UserError("--out DIR is missing: the folder to make; or --show N, to look at examples")
-    fraction, layout, named = _checked(args)
+    fraction, layout, from_hub = _checked(args)
     console = Console(json_lines=args.json)
     with StagingDir(Path(args.out).resolve()) as work:
         val_tokens = args.val_tokens
-        if named:
-            corpus, own = fetched_corpus(args.source[0], work.folder / "files", console.line)
-            val_tokens = val_tokens or own.val_tokens
+        if from_hub:
+            corpus, hub_set = fetched_corpus(args.source[0], work.folder / "files", console.line)
+            val_tokens = val_tokens or hub_set.val_tokens
         else:
             if "-" in args.source:
                 console.line("reading standard input")
@@ -136,7 +136,7 @@ def _of_run(name: str) -> str:
 
 
 def _show(args: argparse.Namespace) -> int:
-    """Prints examples, a line of what they are before each."""
+    """Print examples as the model sees them, with what is trained marked."""
     import numpy as np
 
     from barellm.data import forms, sources
@@ -167,36 +167,35 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _texts(one: Examples, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """The text of an example in parts, special tokens by their names, and of each whether it is trained."""
+    """(text, is trained) segments of an example; special tokens are shown by name."""
     names = {i: name for name, i in tokenizer.special.items()}
-    found: list[tuple[bytes, bool]] = []
+    segments: list[tuple[bytes, bool]] = []
     for token, trained in zip(one.tokens.tolist(), one.answer.tolist(), strict=True):
         part = names[token].encode() if token in names else tokenizer.token_bytes(token)
-        if found and found[-1][1] == trained:
-            part = found.pop()[0] + part
-        found.append((part, trained))
-    return [(visible(part.decode("utf-8", "replace")).expandtabs(4), trained) for part, trained in found]
+        if segments and segments[-1][1] == trained:
+            part = segments.pop()[0] + part
+        segments.append((part, trained))
+    return [(visible(part.decode("utf-8", "replace")).expandtabs(4), trained) for part, trained in segments]
 
 
 def _coloured(parts: list[tuple[str, bool]], width: int, colours: bool) -> str:
-    """Lines behind a bar, none wider than `width`. Trained parts are in colour and the others dim, or the trained in brackets."""
-    lines, begin, bar, before = [""], {True: BRIGHT, False: DIM}, "  | ", 0
+    """The segments as lines of at most `width` columns: trained text bright and the rest dim, or in brackets without colours."""
+    lines, style, bar, column = [""], {True: BRIGHT, False: DIM}, "  | ", 0
     for text, trained in parts:
-        lines[-1] += begin[trained] if colours else ""
+        lines[-1] += style[trained] if colours else ""
         for character in text if colours or not trained else f"[{text}]":
-            if character == "\n" or before == width - len(bar):
+            if character == "\n" or column == width - len(bar):
                 lines[-1] += PLAIN if colours else ""
-                lines.append(begin[trained] if colours else "")
-                before = 0
+                lines.append(style[trained] if colours else "")
+                column = 0
             if character != "\n":
                 lines[-1] += character
-                before += 1
+                column += 1
         lines[-1] += PLAIN if colours else ""
     return "\n".join(f"{bar}{line}" for line in lines)
 
 
 def _path_of(source: str, work: StagingDir) -> str:
-    """The path of a source that is not a file yet."""
     from barellm.data.named import tinyshakespeare
 
     if source == "-":
@@ -205,8 +204,7 @@ def _path_of(source: str, work: StagingDir) -> str:
 
 
 def _checked(args: argparse.Namespace) -> tuple[float, Layout, bool]:
-    """The share of the text for validation, where its documents are, and whether it is a set of the hub. UserError for options that
-    make no sense."""
+    """Validate the options: (validation fraction, layout of documents, whether the source is a hub data set)."""
     from barellm.data.kinds import check_kind
     from barellm.data.named import hub_sets, is_named
     from barellm.data.reading import FORMATS, Layout
@@ -248,8 +246,7 @@ def _checked(args: argparse.Namespace) -> tuple[float, Layout, bool]:
 
 
 def _check_used(args: argparse.Namespace, sets: list[str], kind: str) -> None:
-    """Raise a UserError for an option about where documents are that nobody would read: `sets` say it themselves, and of standard
-    input `kind` decides."""
+    """UserError for an option about documents that would have no effect on these sources. `kind`: format of standard input."""
     of_records = {"--field": args.field is not None}
     of_text = {"--separator": bool(args.separator), "--keep-separator": args.keep_separator}
     for option, given in {**of_records, **of_text, "--format": args.format is not None}.items():

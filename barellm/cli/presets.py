@@ -16,6 +16,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the table of presets, or the values of one."""
     if args.preset:
         config = models.preset(args.preset)
         print(json.dumps(overrides.to_json(config)) if args.json else toml(config))
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def facts(config: Config) -> dict[str, Any]:
-    """A preset in a line. A step is micro-batch x gradient accumulation x sequence length."""
+    """A preset's row in the table; its step is micro-batch x gradient accumulation x sequence length."""
     from barellm.program.builder import Program
     from barellm.program.graph import Store
 
@@ -47,12 +48,11 @@ def facts(config: Config) -> dict[str, Any]:
 
 
 def short(count: float) -> str:
-    """1.35M, 8.03B: as models are called."""
     return f"{count / 1e9:.3g}B" if count >= 999.5e6 else f"{count / 1e6:.3g}M"
 
 
 def toml(config: Config) -> str:
-    """The values as a file that --config takes; what a key means where the line has room for it."""
+    """The values as a TOML file for --config, with a key's meaning where the line has room."""
     lines = [f'preset = "{config.preset}"']
     for section in overrides.SECTIONS:
         lines += ["", f"[{section}]"]

@@ -43,6 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Quantize the weights into a new checkpoint and print the validation loss before and after."""
     from barellm.assembly.build import build_programs
     from barellm.assembly.quantized import quantize_programs
     from barellm.checkpoint import checkpoint as checkpoints
@@ -53,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
     from barellm.data.kinds import tokenizer_files
     from barellm.interop.sources import is_checkpoint
 
-    for name, least in (("tokens", 0), ("batch", 1)):
-        if getattr(args, name) < least:
-            raise UserError(f"--{name} is {getattr(args, name)}, expected at least {least}")
+    for name, minimum in (("tokens", 0), ("batch", 1)):
+        if getattr(args, name) < minimum:
+            raise UserError(f"--{name} is {getattr(args, name)}, expected at least {minimum}")
     if args.data is not None and not args.tokens:
         raise UserError("--data is a text to calibrate with, and with --tokens 0 nothing is: leave one of them out")
     scheme(args.weights)
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{checkpoint.path} is another program's: quantize what barellm import {checkpoint.path} --out RUN makes")
     weights = checkpoint.source or of_checkpoint(checkpoint.path)  # with the adapter that the run trained, if it did
     forward = {"eval": build_programs(checkpoint.config, training=False, positions=0)["eval"]}
-    kept = {name: m for name, m in quantize_programs(forward, args.weights).items() if not m.stays}
+    quantized = {name: m for name, m in quantize_programs(forward, args.weights).items() if not m.stays}
     with RunFolder(Path(args.out), resume=None) as folder:
         meta = checkpoints.read_meta(checkpoint.path)
         meta.pop("base", None)
@@ -75,27 +76,27 @@ def run(args: argparse.Namespace) -> int:
         if args.tokens:
             moments, meta["calibration"] = _moments(checkpoint, weights, args.data, args.tokens)
         codes = {}
-        for name, m in kept.items():
+        for name, m in quantized.items():
             if sys.stderr.isatty():
-                print(f"\r{len(codes)} of {len(kept)} matrices", end="", file=sys.stderr)
+                print(f"\r{len(codes)} of {len(quantized)} matrices", end="", file=sys.stderr)
             codes[name] = _codes(name, m, weights.read_rows(name, 0, int(m.parameter.shape[0])), moments.get(name))
         if sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr)
-        source = Quantized(weights, {name: m.how for name, m in kept.items()}, codes)
+        source = Quantized(weights, {name: m.how for name, m in quantized.items()}, codes)
         folder.need_space(checkpoints.checkpoint_bytes(source))
         files = tokenizer_files(checkpoint.tokenizer)
         step = meta.pop("step")
         saved = checkpoints.save(folder.checkpoints, source, step=step, meta=meta, tokenizer=files, keep=1)
-    show(f"{saved}: {len(kept)} matrices in {args.weights}\n  {_how(meta['calibration'])}")
-    for name, of in (("before", checkpoint), ("after", found(str(saved), device=args.device, dtype="fp32"))):
-        assert of.path is not None
-        size = (of.path / checkpoints.WEIGHTS).stat().st_size
-        print(f"  {name:<6} {size / 1e6:>10,.1f} MB{_loss(of, args.data)}")
+    show(f"{saved}: {len(quantized)} matrices in {args.weights}\n  {_how(meta['calibration'])}")
+    for name, which in (("before", checkpoint), ("after", found(str(saved), device=args.device, dtype="fp32"))):
+        assert which.path is not None
+        size = (which.path / checkpoints.WEIGHTS).stat().st_size
+        print(f"  {name:<6} {size / 1e6:>10,.1f} MB{_loss(which, args.data)}")
     return 0
 
 
 def _loss(checkpoint: Found, source: str | None) -> str:
-    """In words, on a few validation tokens; "" where the text is not here."""
+    """The loss on a few validation tokens, in words; "" if the text is not available."""
     from barellm.data.sources import prepare
     from barellm.evaluation.validation import Evaluator
     from barellm.training.inputs import with_document_mask
@@ -122,7 +123,7 @@ def _how(calibration: dict | None) -> str:
 
 
 def _moments(checkpoint: Found, weights: Weights, source: str | None, tokens: int) -> tuple[dict[str, np.ndarray], dict]:
-    """Gives the moments of what each product but the classifier reads, and what they were measured on."""
+    """(second moments of the inputs of each quantized matmul, what they were measured on)."""
     from barellm.assembly.build import build_programs, opened
     from barellm.assembly.quantized import products_of
     from barellm.data.loader import Validation
@@ -131,8 +132,8 @@ def _moments(checkpoint: Found, weights: Weights, source: str | None, tokens: in
 
     config = checkpoint.config
     config = replace(config, train=replace(config.train, eval_seq=0))  # rows of training, `batch` at a time
-    where = config.data if source is None else replace(config.data, source=source)
-    data = prepare(where, tokenizer=checkpoint.tokenizer, whole=source is not None)
+    source_config = config.data if source is None else replace(config.data, source=source)
+    data = prepare(source_config, tokenizer=checkpoint.tokenizer, whole=source is not None)
     windows = Validation(data.train if source is None else data.val, seq=config.train.seq, max_tokens=tokens)
     programs = {"eval": build_programs(config, training=False, positions=0)["eval"]}
     calibration = Calibration(programs["eval"], products_of(programs["eval"])[:-1])

@@ -20,6 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """List the runs of a folder."""
     root = Path(args.folder)
     folders = [path.parent for path in sorted([*root.glob("config.json"), *root.glob("*/config.json")])]
     if not folders:
@@ -40,7 +41,7 @@ def measure_of(found: list[dict[str, Any]]) -> str:
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """What a run's files say of it. `changed`: when, in seconds since 1970."""
+    """A run's row, from its files. `changed`: Unix time of the last change."""
     from barellm.checkpoint import checkpoint
     from barellm.training import metrics
 
@@ -70,6 +71,8 @@ def own_keys(saved: Any, folder: Path) -> dict[str, Any]:
 
 
 def table(found: list[dict[str, Any]]) -> list[str]:
+    """The runs as lines; the best one is marked."""
+
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else f"{value:{form}}"
 
@@ -83,6 +86,6 @@ def table(found: list[dict[str, Any]]) -> list[str]:
         numbers += [f"{'-' if time is None else duration(time):>8}"]
         lines.append(f"{' '.join(numbers)} {mark}{Path(f['folder']).name}{'' if f['finished'] else ' (not finished)'}")
         short_names = overrides.SHORT_NAMES
-        own = [f"{short_names.get(key, key)} {value}" for key, value in f["keys"].items()]
-        lines.append(f"{'':9}{f['preset']}{': ' * bool(own)}{', '.join(own)}")
+        keys = [f"{short_names.get(key, key)} {value}" for key, value in f["keys"].items()]
+        lines.append(f"{'':9}{f['preset']}{': ' * bool(keys)}{', '.join(keys)}")
     return [*lines, "", "*: the best; barellm plot RUN ... draws their curves"]

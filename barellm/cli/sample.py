@@ -59,6 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Check the options, open the model for the longest prompt, and generate in batches."""
     from barellm.cli.checkpoints import found_or_fresh
     from barellm.generation import decode, writing
 
@@ -73,23 +74,23 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--interactive is one text in a terminal: leave out --samples, --json and --measure")
     checkpoint = found_or_fresh(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights, adapter=args.adapter)
     first = options.sampling_of(args, checkpoint.tokenizer)
-    most = checkpoint.config.model.max_seq
-    context = options.context_of(args.context, most)
+    limit = checkpoint.config.model.max_seq
+    context = options.context_of(args.context, limit)
     if args.interactive:
         with checkpoint.opened(positions=context, exact=args.exact) as compiled:
             model, tokenizer = compiled.config.model, checkpoint.tokenizer
             _talk(args, checkpoint, decode.open_decoder(compiled.session, model, tokenizer, positions=context), first)
         return 0
-    most = context if args.context else most  # unless asked for, it grows with the texts
+    limit = context if args.context else limit  # unless asked for, it grows with the texts
     prompts = [args.prompt or ""] if args.prompts is None else _prompts(args.prompts)
-    fed = {prompt: checkpoint.tokenizer.prompt(prompt, special=args.special) for prompt in prompts}
+    ids_of = {prompt: checkpoint.tokenizer.prompt(prompt, special=args.special) for prompt in prompts}
     if args.prompt_ids is not None:
-        fed = {"": _ids(args.prompt_ids, checkpoint.config.model.vocab_size)}
-    for ids in fed.values():
-        if warning := writing.unseen(ids, most):
+        ids_of = {"": _ids(args.prompt_ids, checkpoint.config.model.vocab_size)}
+    for ids in ids_of.values():
+        if warning := writing.unseen(ids, limit):
             print(f"barellm: warning: {warning}", file=sys.stderr)
-    works = [Work(prompt, replace(first, seed=args.seed + i), fed[prompt]) for prompt in prompts for i in range(args.samples)]
-    positions = decode.cache_positions(max(len(work.fed) for work in works) + args.max_new_tokens, most)
+    works = [Work(prompt, replace(first, seed=args.seed + i), ids_of[prompt]) for prompt in prompts for i in range(args.samples)]
+    positions = decode.cache_positions(max(len(work.fed) for work in works) + args.max_new_tokens, limit)
     rows = min(args.batch, len(works))
     with checkpoint.opened(positions=positions, rows=rows, exact=args.exact) as compiled:
         decoder = decode.open_decoder(compiled.session, compiled.config.model, checkpoint.tokenizer, positions=positions)
@@ -113,7 +114,7 @@ def _ids(words: str, rows: int) -> list[int]:
 
 
 def _prompts(name: str) -> list[str]:
-    """A prompt a line, as it stands there; of records what they have as "prompt"."""
+    """The prompts of a file: one per line, or the field "prompt" of records."""
     from barellm.data.reading import Layout, blocks, documents, format_of
 
     path, layout = Path(name), Layout(field="prompt", separator="\n")
@@ -128,7 +129,7 @@ def _prompts(name: str) -> list[str]:
 def _group(
     args: argparse.Namespace, checkpoint: Found, compiled: CompiledModel, decoder: Decoder, works: Sequence[Work], these: range
 ) -> None:
-    """Generate a batch of texts. The first of them is streamed, the others are shown when it is complete."""
+    """Generate a batch of texts. The first one is streamed, the others are printed when the batch is complete."""
     from barellm.generation.decode import kept
     from barellm.generation.writing import Written, write
     from barellm.tools.bench.decoding import Pace
@@ -140,17 +141,17 @@ def _group(
         if not args.json:
             _write(piece)
 
-    here = [works[i] for i in these]
+    batch = [works[i] for i in these]
     texts = [
         Written(checkpoint.tokenizer, stops=args.stop, begins=not work.prompt, emit=(lambda piece: None) if i else emit)
-        for i, work in enumerate(here)
+        for i, work in enumerate(batch)
     ]
-    pace = Pace(sum(map(len, {tuple(kept(work.fed, decoder.max_seq)) for work in here})), len(here))
-    emit(title(these[0]) + here[0].prompt)
-    for _ in write(decoder, [w.fed for w in here], texts, count=args.max_new_tokens, hows=[w.how for w in here]):
+    pace = Pace(sum(map(len, {tuple(kept(work.fed, decoder.max_seq)) for work in batch})), len(batch))
+    emit(title(these[0]) + batch[0].prompt)
+    for _ in write(decoder, [w.fed for w in batch], texts, count=args.max_new_tokens, hows=[w.how for w in batch]):
         pace.token()
     emit("\n")
-    for i, work, text in zip(these, here, texts, strict=True):
+    for i, work, text in zip(these, batch, texts, strict=True):
         if args.json:
             row = {"checkpoint": str(checkpoint.path or args.checkpoint), "prompt": work.prompt, "seed": work.how.seed}
             print(json.dumps(row | {"text": text.text, "tokens": text.ids, "tokens_per_s": round(pace.overall, 1)}))
@@ -161,12 +162,11 @@ def _group(
 
 
 def _talk(args: argparse.Namespace, checkpoint: Found, decoder: Decoder, how: Sampling) -> None:
-    """Read a line, let the model continue all lines and completions so far, and again, until the input ends. Where the history and
-    a completion of --max-new-tokens do not fit into the positions, the oldest tokens are dropped, and half of the
-    positions are left at least."""
+    """Interactive mode: the model continues everything typed and generated so far. The oldest tokens are dropped when history and
+    completion do not fit the context, of which at least half remains."""
     from barellm.generation.writing import Written, write
 
-    tokenizer, most = checkpoint.tokenizer, decoder.max_seq
+    tokenizer, limit = checkpoint.tokenizer, decoder.max_seq
     begin = tokenizer.conventions.begin
     begins = [] if begin is None else [begin]
     history: list[int] = []
@@ -179,7 +179,7 @@ def _talk(args: argparse.Namespace, checkpoint: Found, decoder: Decoder, how: Sa
             return
         text = "\n" * (turn > 0) + line.removesuffix("\n")
         history += (tokenizer.encode_continued(text) if turn else tokenizer.encode(text)).tolist()
-        history = history[-max(1, most - len(begins) - min(args.max_new_tokens, most // 2)) :]
+        history = history[-max(1, limit - len(begins) - min(args.max_new_tokens, limit // 2)) :]
         text = Written(tokenizer, stops=args.stop, emit=_write)
         seeded = replace(how, seed=how.seed + turn)
         for _ in write(decoder, [begins + history or [tokenizer.start]], [text], count=args.max_new_tokens, hows=[seeded]):

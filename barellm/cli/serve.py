@@ -50,11 +50,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Load the models and serve until a signal. Addresses beyond this machine need an API key."""
     for name, least in LEAST.items():
         if not least <= getattr(args, name) < 1 << 31:
             raise UserError(f"--{name} is {getattr(args, name)}, expected at least {least}")
-    key, private = _key(args), args.host in LOOPBACK
-    if not key and not private:
+    key, local = _key(args), args.host in LOOPBACK
+    if not key and not local:
         raise UserError(f"--host {args.host} lets others ask, expected a key that they need: --api-key-env or --api-key-file")
     try:
         from barellm.serving import live, server
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError('barellm serve needs the packages starlette and uvicorn: pip install "barellm[serve]"') from None
     models = server.opened(args.run, args.adapter, device=args.device, dtype=args.dtype)
     options.context_of(args.context, min(model.config.model.max_seq for model in models.values()))
-    hosts = [*LOOPBACK[:2], "[::1]", *args.allow_host] if private or args.allow_host else ["*"]  # elsewhere the key is the guard
+    hosts = [*LOOPBACK[:2], "[::1]", *args.allow_host] if local or args.allow_host else ["*"]  # elsewhere the key is the guard
     with _listening(args.host, args.port) as at:
         print(f"loading {', '.join(models)}", flush=True)
         server.serve(
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _key(args: argparse.Namespace) -> str:
-    """The API key, "" for none. A command line has none: others on the machine could read it."""
+    """The API key from a variable or a file, "" for none; never from the command line, which other users could read."""
     if args.api_key_env and args.api_key_file:
         raise UserError("--api-key-env and --api-key-file are both given, expected one of them")
     if not args.api_key_env and not args.api_key_file:
@@ -95,6 +96,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _banner(at: socket.socket, state: State, key: bool) -> None:
+    """Print addresses and models once the server is ready."""
     from barellm.training.console import show
 
     host, port = at.getsockname()[:2]

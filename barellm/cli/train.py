@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace, ranks: Ranks) -> int:
-    """One run, or this rank's part of it."""
+    """One run, or this rank's part of it; with --json everything but the JSON rows goes to stderr."""
     started = time.monotonic()
     from barellm.training.console import Console
 
@@ -55,6 +55,7 @@ def _train(args: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: float) -> int:
+    """Resolve the configuration (new, resumed or learning rate test), then train. Returns the exit status."""
     from pathlib import Path
 
     from barellm.assembly.build import check_device, chosen_device
@@ -88,15 +89,15 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
         base = requested.base()
         changes = requested.changes(base)
         config, weights = options.with_weights(requested.changed(base), changes)
-        what = f"{config.preset}-find-lr" if args.find_lr else config.preset
-        out = Path(args.out) if args.out is not None else root / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
+        label = f"{config.preset}-find-lr" if args.find_lr else config.preset
+        out = Path(args.out) if args.out is not None else root / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
     config.check()
     before = start.meta["machine"].get("device", "") if start else ""
     device = chosen_device(args.device, config, ranks=ranks.count, before=before)
     steps = find_lr.steps_of(config, overrides.checked(requested.texts, config)) if args.find_lr else 0
-    own = folder.RunFolder(out, resume=args.resume, numbered=args.out is None and not args.resume)
+    run_folder = folder.RunFolder(out, resume=args.resume, numbered=args.out is None and not args.resume)
     with ExitStack() as files:
-        opened = files.enter_context(own) if ranks.rank == 0 else own  # only the first rank writes
+        opened = files.enter_context(run_folder) if ranks.rank == 0 else run_folder  # only the first rank writes
         if args.live is not None and ranks.rank == 0:
             address = files.enter_context(live.serving(opened.path, args.live))
             print(f"live     {address}", file=sys.stderr) if args.json else console.line(f"live     {address}")

@@ -34,6 +34,7 @@ def configure(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Tune the preset's GEMMs until done, out of time or interrupted; results are saved as they come."""
     from barellm.tools.plan import devices
 
     devices.check(args.device)
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             status = f"stopped after {minutes:g} minutes"
     except KeyboardInterrupt:
         status = "interrupted"
-    faster = [v for v in found if v.best != v.default]
+    improved = [v for v in found if v.best != v.default]
     if args.json:
         head = {"kind": "tune", "preset": config.preset, "batch": train.micro_batch_size}
         head |= {"seq": train.seq, "dtype": train.dtype}
@@ -79,13 +80,13 @@ def run(args: argparse.Namespace) -> int:
             if v.rival:
                 name, ratio = v.rival
                 show(f"not kept for {v.problem}, since its bits are others: {name}, {ratio:.2f} of the default's time")
-        done = f"{len(found)} of {len(problems)} {noun}, {len(faster)} faster than their default by more than noise"
+        done = f"{len(found)} of {len(problems)} {noun}, {len(improved)} faster than their default by more than noise"
         show(f"\n{status}: {done}; kept in {tuner.database.path}")
     return 130 if status == "interrupted" else 0
 
 
 def _on_cpu(config: Config) -> tuple[Tuner, list[Any]]:
-    """(what tunes, the GEMMs)."""
+    """(the tuner, the GEMMs of the preset's programs on the CPU)."""
     from barellm.assembly.build import build_programs
     from barellm.cpu.isa import host
     from barellm.cpu.step import lower_and_plan
@@ -100,7 +101,7 @@ def _on_cpu(config: Config) -> tuple[Tuner, list[Any]]:
 
 
 def _on_gpu(config: Config) -> tuple[Tuner, list[Any]]:
-    """The same for a GPU. UserError where there is no GPU."""
+    """(the tuner, the kernels to tune on the GPU). UserError without a GPU."""
     from barellm.assembly.build import build_programs
     from barellm.cuda import driver
     from barellm.cuda.kernel import Target
@@ -113,7 +114,7 @@ def _on_gpu(config: Config) -> tuple[Tuner, list[Any]]:
 
 
 def _minutes(args: argparse.Namespace) -> float:
-    """--minutes bounds the tuning: it is not the preset's training time."""
+    """The time limit from --minutes, which is a limit on tuning here; infinite if not given."""
     requested = getattr(args, "train.minutes")
     if requested is None:
         return math.inf
@@ -133,6 +134,7 @@ def _line(v: Verdict) -> str:
 
 
 def _clear(args: argparse.Namespace) -> int:
+    """Delete all tuning results."""
     from barellm.cpu import tuning
     from barellm.runtime.tuner.database import clear
 
@@ -145,6 +147,7 @@ def _clear(args: argparse.Namespace) -> int:
 
 
 def _self_test(args: argparse.Namespace) -> int:
+    """Run the tuner's self-test and print each trial. Exit status 1 if one fails."""
     if args.device == "cuda":
         from barellm.cuda import driver
         from barellm.cuda.kernel import Target

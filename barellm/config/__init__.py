@@ -108,7 +108,6 @@ class OptimConfig(Section, section="optim"):
 
     @property
     def skips(self) -> bool:
-        """Whether a step may be skipped because it is a spike."""
         return self.skip_loss_z > 0 or self.skip_norm_z > 0
 
     @property
@@ -240,6 +239,7 @@ class TrainConfig(Section, section="train"):
         return (max(1, batch * self.seq // self.eval_seq), self.eval_seq) if self.eval_seq else (batch, self.seq)
 
     def __post_init__(self) -> None:
+        """Check bounds of single fields (in the base class), then conditions between fields."""
         super().__post_init__()
         if self.steps < 1 and self.minutes == 0 and self.epochs == 0:
             raise UserError(f"train.steps is {self.steps}, expected at least 1, or train.minutes above 0")

@@ -53,7 +53,6 @@ class AdapterConfig(Section, section="adapter"):
 
     @property
     def active(self) -> bool:
-        """Whether something is frozen."""
         return bool(self.method or self.train_only)
 
     @property

@@ -113,7 +113,7 @@ def renamed(names: Iterable[str]) -> str:
 
 
 def aliases_of(options: Iterable[str]) -> dict[str, str]:
-    """{another spelling: the option} of a command that has these options."""
+    """{accepted other spelling: option} for a command that has these options."""
     known = dict.fromkeys(options)
     spelled = {option.lstrip("-").replace("-", "_"): option for option in known if option.startswith("--")}
     names = {name: spelled[name] for name in spelled}
@@ -121,8 +121,8 @@ def aliases_of(options: Iterable[str]) -> dict[str, str]:
         for name, target in table.items():
             if target in spelled:
                 names.setdefault(name, spelled[target])
-    both = {f"--{spelling}": option for name, option in names.items() for spelling in (name, name.replace("_", "-"))}
-    return {alias: option for alias, option in both.items() if alias not in known}
+    spellings = {f"--{spelling}": option for name, option in names.items() for spelling in (name, name.replace("_", "-"))}
+    return {alias: option for alias, option in spellings.items() if alias not in known}
 
 
 def instead(option: str) -> str:
@@ -132,7 +132,7 @@ def instead(option: str) -> str:
 
 
 def accepts_old_names(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which takes its arguments by their old names too, with a warning."""
+    """Decorator: accept keyword arguments by their old names, with a FutureWarning."""
 
     @wraps(function)
     def renaming(*args: P.args, **named: P.kwargs) -> R:

@@ -54,7 +54,7 @@ def at_least(least: float, default: Any, help: str, **more: Any) -> Any:
 
 
 def above(least: float | str, default: Any, help: str, **more: Any) -> Any:
-    """A number above `least`, which may be another field's name."""
+    """A field for a number above `least`, a constant or another field's name."""
 
     def check(key: str, found: Any, config: Any) -> str | None:
         bound, name = least, ""
@@ -94,33 +94,32 @@ def one_of(known: Sequence[str], default: str, help: str, **more: Any) -> Any:
 
 
 def some_of(known: Sequence[str], help: str) -> Any:
-    """Any of these words, with commas between them; none at first."""
+    """A field for a comma-separated list of these words; default: none."""
 
     def check(key: str, found: Any, config: Any) -> str | None:
         words = [word.strip() for word in found.split(",") if word.strip()]
         if unknown := [word for word in words if word not in known]:
             return f"{key} names {unknown[0]!r}, expected any of {', '.join(known)}"
-        twice = [word for i, word in enumerate(words) if word in words[:i]]
-        return f"{key} names {twice[0]!r} twice, expected each once" if twice else None
+        repeated = [word for i, word in enumerate(words) if word in words[:i]]
+        return f"{key} names {repeated[0]!r} twice, expected each once" if repeated else None
 
     return value("", help, check=check)
 
 
 def divides(other: str, default: int, help: str, *, even: bool = False, unless: str = "", **more: Any) -> Any:
-    """A number from 1 on that divides another field; with `even` into parts of an even size. Any number from 1 on where the field
-    `unless` is not 0."""
+    """A field for a number >= 1 that divides field `other`, with `even` into even parts; any number if field `unless` is not 0."""
 
     def check(key: str, found: Any, config: Any) -> str | None:
-        whole = getattr(config, other)
+        total = getattr(config, other)
         if found < 1:
             return f"{key} is {found}, expected at least 1"
         if unless and getattr(config, unless):
             return None
         section = key.rpartition(".")[0]
-        if whole % found:
-            return f"{key} {found} does not divide {section}.{other} {whole}"
-        if even and whole // found % 2:
-            return f"{key} {found} divides {section}.{other} {whole} into parts of {whole // found}, expected an even size"
+        if total % found:
+            return f"{key} {found} does not divide {section}.{other} {total}"
+        if even and total // found % 2:
+            return f"{key} {found} divides {section}.{other} {total} into parts of {total // found}, expected an even size"
         return None
 
     return value(default, help, check=check, **more)
@@ -149,14 +148,13 @@ class Section:
 
 @cache
 def entries(section: type[Section]) -> dict[str, Entry]:
-    """Each field of a section by name, in order."""
     hints = get_type_hints(section)
     return {f.name: Entry(hints[f.name], **f.metadata) for f in fields(section)}  # pyright: ignore[reportArgumentType]
 
 
 def converted(key: str, found: Any, kind: type) -> Any:
-    """`found` as a value of a field of that kind, of Python's or NumPy's numbers and truth values: an integer may be a number.
-    UserError for another kind, for numbers that are not finite, and for integers of more than 100 bits."""
+    """`found` as a value of type `kind` (from Python or NumPy types). UserError for other types, non-finite and huge (> 100 bits)
+    numbers."""
     is_truth = isinstance(found, bool) or getattr(getattr(found, "dtype", None), "kind", "") == "b"
     of_kind = {int: Integral, float: Real, bool: bool, str: str}[kind]
     if is_truth != (kind is bool) or not (is_truth or isinstance(found, of_kind)) or getattr(found, "ndim", 0):

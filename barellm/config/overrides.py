@@ -31,15 +31,15 @@ SHORT_NAMES = {
 
 
 def named(changes: Mapping[str, object]) -> dict[str, object]:
-    """{key: value} of Python's keyword arguments: short names, `steps=100`, and sections, `model={"layers": 2}`."""
+    """{key: value} of Python keyword arguments: short names, `steps=100`, and sections, `model={"layers": 2}`."""
     short = {short: key for key, short in SHORT_NAMES.items()}
-    long = aliases.KEYS | {"matmul": "train.gemm_backend"} | short
+    key_of = aliases.KEYS | {"matmul": "train.gemm_backend"} | short
     found: dict[str, object] = {}
     for name, value in changes.items():
         if name in SECTIONS and isinstance(value, Mapping):
             found |= {f"{name}.{key}": inner for key, inner in value.items()}
-        elif name in long:
-            found[long[name]] = value
+        elif name in key_of:
+            found[key_of[name]] = value
         elif name in SECTIONS:
             raise UserError(f"{name} is {shown(value)}, expected keys and their values as in {name}={{...}}")
         else:
@@ -66,7 +66,7 @@ def known_keys(config: Config) -> dict[str, Entry]:
 
 
 def _convert(key: str, value: Any, kind: type) -> Any:
-    """A value of that kind: a text is parsed unless a text is expected."""
+    """Convert a value to the type of its key; strings are parsed unless a string is expected."""
     if isinstance(value, str):
         value = aliases.VALUES.get(key, {}).get(value, value)
     if not isinstance(value, str) or kind is str:
@@ -80,7 +80,6 @@ def _convert(key: str, value: Any, kind: type) -> Any:
 
 
 def _hint(key: str, known: Mapping[str, Entry]) -> str:
-    """What may be meant by a key that there is not."""
     name = key.rpartition(".")[2]
     if instead := aliases.instead(name):
         return f": barellm has {instead}"
@@ -89,8 +88,7 @@ def _hint(key: str, known: Mapping[str, Entry]) -> str:
 
 
 def checked(changes: Mapping[str, object], config: Config) -> dict[str, Any]:
-    """The same changes with values of the right type; texts are parsed. Old names of
-    keys are accepted. UserError for a key that `config` does not have, and for a wrong type."""
+    """The changes with values converted to the keys' types, old key names replaced. UserError for unknown keys and wrong types."""
     known, found = known_keys(config), {}
     for alias, value in changes.items():
         key = alias if alias in known else aliases.RENAMED.get(alias, alias)
@@ -111,8 +109,7 @@ LR, MUON_LR, MUON_LR_RATIO = "optim.lr", "optim.muon_lr", "optim.muon_lr_ratio"
 
 
 def _with_muon_lr(changes: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """The same changes of `base` with `muon_lr` in the place of the ratio. Another `lr` alone keeps the ratio: it is the run's
-    learning rate."""
+    """Replace `muon_lr_ratio` in the changes by `muon_lr`. If only `lr` changes, the ratio to it is kept."""
     before, lr = base[LR], changes.get(LR, base[LR])
     ratio = changes.pop(MUON_LR_RATIO, None)
     if ratio is not None and (problem := entries(OptimConfig)["muon_lr_ratio"].check(MUON_LR_RATIO, ratio, None)):
@@ -131,10 +128,9 @@ def _with_muon_lr(changes: dict[str, Any], base: Mapping[str, Any]) -> dict[str,
 
 
 def changed(config: Config, *layers: Mapping[str, object]) -> Config:
-    """`config` with keys replaced by each of `layers`, one after the other. Another vocabulary size brings its own padding unless
-    that is given too; who says when a run ends, by steps, epochs or minutes, does not mean the limits that were there before;
-    and Muon's learning rate follows `optim.lr` unless it is given too. Who asks for adapters means their learning rate and
-    optimizer, not those of all weights."""
+    """The configuration after applying `layers` of changes in order. Implied changes: another vocabulary size resets its padding; a
+    new limit (steps, epochs, minutes) replaces the old limits; Muon's rate follows `optim.lr`; adapters bring their own default
+    rate and optimizer."""
     before, changes = flat(config), {}
     if not before["adapter.method"] and any(layer.get("adapter.method") for layer in layers):
         layers = (adapter.DEFAULTS, *layers)
@@ -153,7 +149,6 @@ def changed(config: Config, *layers: Mapping[str, object]) -> Config:
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """{key: value} of every key."""
     return {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in known_keys(config)}
 
 
@@ -197,7 +192,7 @@ def of_file(file: File) -> Config:
 
 
 def read_file(path: Path) -> File:
-    """A TOML file, or a run's config.json."""
+    """Read a TOML file, or a run's config.json."""
     import json
     import tomllib
 
@@ -213,6 +208,7 @@ def read_file(path: Path) -> File:
 
 
 def _parsed(tree: Any, origin: str) -> File:
+    """Flatten a parsed file to keys, and check its sections."""
     if not isinstance(tree, Mapping):
         raise UserError(f"{origin} holds {type(tree).__name__}, expected the configuration of a run")
     names: dict[str, Any] = {}

@@ -47,6 +47,7 @@ class BytePairs(Tokenizer):
         return self.encoding.encode_to_numpy(text, disallowed_special=()).view(np.int32)
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encode texts in parallel, in shares of SHARE characters per thread."""
         from concurrent.futures import ThreadPoolExecutor
 
         _ = self.encoding  # made, perhaps downloaded, once and not by each thread
@@ -63,7 +64,6 @@ class BytePairs(Tokenizer):
 
 
 def processors() -> int:
-    """How many this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -75,7 +75,8 @@ def trained_bpe(texts: Callable[[], Iterable[str]], *, vocab: int) -> BytePairs:
 
 
 def _train(texts: Callable[[], Iterable[str]], vocab: int) -> list[bytes]:
-    """The byte strings of all ids. Trains in a thread, because the library hears no Ctrl-C until it is done."""
+    """Train a byte-level BPE and return the byte strings of its ids, in merge order. The training runs in a thread of its own,
+    because the library ignores Ctrl-C until it is done."""
     from tokenizers import Tokenizer as Library
     from tokenizers import models, pre_tokenizers, trainers
 

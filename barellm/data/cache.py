@@ -53,7 +53,7 @@ def _temporary(path: Path) -> Path:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A binary file to write and seek in. It appears as `path` only when complete and on disk; else nothing is left."""
+    """Context manager: a binary file to write and seek in; renamed to `path` once complete and synced, removed on error."""
     temporary = _temporary(path)
     try:
         with writing(path), open(temporary, "wb") as file:
@@ -69,9 +69,8 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill that appears as `path` only when complete; else nothing is left.
-
-    Raises FileExistsError when `path` exists by then and is not empty: another process was faster."""
+    """Context manager: a folder to fill, renamed to `path` only when complete; removed on error.
+    Raises FileExistsError if `path` exists by then and is not empty: another process was first."""
     temporary = _temporary(path)
     try:
         with writing(path):

@@ -1,4 +1,4 @@
-"""Conversations as ids: what a tokenizer makes of messages, by the chat template of its model."""
+"""Chat messages as token ids, rendered by the model's chat template or, without one, as lines."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -65,14 +65,14 @@ class Chats:
 
     @cached_property
     def turn_ends(self) -> frozenset[int]:
-        """The ids that end an answer in a conversation: `ends`, and what the chat template writes behind one. Of a model that was
-        tuned for conversations later, its own files may not name it."""
-        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": templates.SAID}]
+        """The ids that end an assistant message: the tokenizer's `ends`, and the first special token that the chat template writes
+        behind one (a base model's files may not name the one that chat tuning added). Found by rendering a probe message."""
+        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": templates.SAID}]
         if not self.conventions.templates:
             return self.ends
-        (text,) = self.chat_pieces([said], {"add_generation_prompt": False})
-        whole = "".join(part for part, _ in text)
-        places = sorted((whole.find(name, whole.rfind(templates.SAID)), -len(name), name) for name in self.special)
+        (text,) = self.chat_pieces([probe], {"add_generation_prompt": False})
+        rendered = "".join(part for part, _ in text)
+        places = sorted((rendered.find(name, rendered.rfind(templates.SAID)), -len(name), name) for name in self.special)
         return self.ends | {self.special[name] for at, _, name in [p for p in places if p[0] >= 0][:1]}
 
     def chat_pieces(self, conversations: Sequence[Any], variables: Mapping[str, Any]) -> list[list[templates.Piece]]:
@@ -85,6 +85,7 @@ class Chats:
         return templates.pieces(template, found, {**self.conventions.named, **variables}, control, special)
 
     def _lines(self, messages: Sequence[Mapping[str, Any]], answers: bool) -> list[templates.Piece]:
+        """Render messages as lines `Role: content` for a model without a chat template; `answers`: end with an answer's prompt."""
         found: list[templates.Piece] = []
         name_of = {i: name for name, i in self.special.items()}
         begin, end = (name_of.get(-1 if i is None else i, "") for i in (self.conventions.begin, self.conventions.end))

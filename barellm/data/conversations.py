@@ -1,7 +1,8 @@
-"""Conversations as training examples, as the model's chat template writes them: what it learns is what `chat` asks for.
-
-What is trained is what the template marks by {% generation %}. Of one without marks it is what stands behind the messages before an
-answer, up to the special token that ends it. Either is encoded by itself, so no token is of both."""
+"""Chat conversations as training examples, rendered by the model's own chat template, so that training and `chat` see the same
+text.
+The loss covers what the template marks with {% generation %}. In a template without marks it covers each assistant message: from
+the end of the prompt before it to the special token that ends it. Parts with and without loss are encoded apart, so no token spans
+both."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ Segment = tuple[list[templates.Piece], int | None]  # a part of a conversation, 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and of each whether it is an answer with a loss. `where` it stands, for messages."""
+    """Messages, and for each whether it is an assistant message that is trained on. `where`: location for error messages."""
 
     messages: Sequence[dict[str, Any]]
     losses: Sequence[bool]
@@ -33,29 +34,32 @@ class Conversation:
         return [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     def said(self, number: int) -> str:
-        """What a template must write of an answer. Thinking it may leave out."""
+        """What the rendered text must contain of an assistant message; the template may drop its <think> block."""
         return templates.text_of(self.messages[number]["content"], self.where).rpartition("</think>")[2].strip()
 
 
 def encode(found: Sequence[Conversation], tokenizer: Tokenizer) -> Iterator[list[tuple[np.ndarray, bool]]]:
-    """Of each conversation its ids in parts, each with a loss or without one. UserError where the template refuses it, or does not
-    write an answer, or not behind the messages before it."""
-    cut = _by_marks if templates.has_marks(tokenizer.conventions.templates["default"]) else _by_prefixes
+    """For each conversation its token ids as a list of (ids, has_loss) segments. UserError where the template fails, drops an
+    assistant message, or does not keep the text before it unchanged."""
+    split = _by_marks if templates.has_marks(tokenizer.conventions.templates["default"]) else _by_prefixes
     for at in range(0, len(found), TOGETHER):
         group = found[at : at + TOGETHER]
         try:
-            known = cut(group, tokenizer)
+            segmented = split(group, tokenizer)
         except UserError:
-            known = []
+            segmented = []
+        # If the whole group failed, one by one: the error names the first culprit
         for i, one in enumerate(group):  # the first one that fails is named
             try:
-                yield _encoded(one, known[i] if known else cut([one], tokenizer)[0], tokenizer)
+                yield _encoded(one, segmented[i] if segmented else split([one], tokenizer)[0], tokenizer)
             except UserError as error:
                 raise UserError(f"{one.where}: {error}") from None
 
 
 def _by_marks(group: Sequence[Conversation], tokenizer: Tokenizer) -> list[list[Segment]]:
-    """By the marks of the template: a marked part is of the next answer whose text is in it, or else of the one before."""
+    """Split rendered conversations at the template's {% generation %} marks. A marked span belongs to the next assistant message
+    whose text it contains, else to the one before (owner None: no loss). The marks are rendered as a string that no message
+    contains."""
     mark, _ = templates.unused(json.dumps([one.messages for one in group], ensure_ascii=False))
     variables = {"add_generation_prompt": False, templates.MARK: mark}
     found = []
@@ -65,18 +69,19 @@ def _by_marks(group: Sequence[Conversation], tokenizer: Tokenizer) -> list[list[
             for i, part in enumerate(text.split(mark)):
                 spans += [[]] if i else []
                 spans[-1] += [(part, letters)] if part else []
-        left, now = one.answers, None
+        remaining, owner = one.answers, None
         segments: list[Segment] = []
         for i, span in enumerate(spans):
-            if i % 2 and (new := next((n for n in left if one.said(n) in _text(span)), None)) is not None:
-                left, now = [n for n in left if n > new], new
-            segments.append((span, now if i % 2 else None))
+            if i % 2 and (started := next((n for n in remaining if one.said(n) in _text(span)), None)) is not None:
+                remaining, owner = [n for n in remaining if n > started], started
+            segments.append((span, owner if i % 2 else None))
         found.append(segments)
     return found
 
 
 def _by_prefixes(group: Sequence[Conversation], tokenizer: Tokenizer) -> list[list[Segment]]:
-    """By what the template writes of the messages before an answer, and of those up to it."""
+    """Split rendered conversations without marks: the template is also rendered on the messages before each assistant message (with
+    generation prompt) and on those up to it; both must be prefixes of the whole rendering for the cuts to be valid."""
     prompt, whole_text = {"add_generation_prompt": True}, {"add_generation_prompt": False}
     texts = tokenizer.chat_pieces([one.messages for one in group], whole_text)
     before = iter(tokenizer.chat_pieces([one.messages[:i] for one in group for i in one.answers if i], prompt))
@@ -85,11 +90,11 @@ def _by_prefixes(group: Sequence[Conversation], tokenizer: Tokenizer) -> list[li
     for one, pieces in zip(group, texts, strict=True):
         whole, cuts = _text(pieces), [0]
         for i in one.answers:
-            begins, ends = _text(next(before)) if i else "", _text(next(upto))
-            if not whole.startswith(begins) or len(begins) < cuts[-1]:
+            prompt_text, text_upto = _text(next(before)) if i else "", _text(next(upto))
+            if not whole.startswith(prompt_text) or len(prompt_text) < cuts[-1]:
                 raise UserError(f"the chat template does not write message {i + 1} behind those before it")
-            stop = _end(pieces, len(begins), tokenizer)
-            cuts += [len(begins), min(stop, len(ends)) if whole.startswith(ends) else stop]
+            stop = _end(pieces, len(prompt_text), tokenizer)
+            cuts += [len(prompt_text), min(stop, len(text_upto)) if whole.startswith(text_upto) else stop]
         owners = [None, *(n for i in one.answers for n in (i, None))]
         parts = [list(_cut(pieces, first, stop)) for first, stop in pairwise([*cuts, len(whole)])]
         found.append(list(zip(parts, owners, strict=True)))
@@ -101,28 +106,30 @@ def _text(pieces: Sequence[templates.Piece]) -> str:
 
 
 def _encoded(one: Conversation, segments: list[Segment], tokenizer: Tokenizer) -> list[tuple[np.ndarray, bool]]:
+    """Encode a conversation's segments to (ids, has_loss); UserError if a trained message's text is not in its segments."""
     for number in one.answers:
         trained = "".join(_text(pieces) for pieces, owner in segments if owner == number)
         if one.losses[number] and (not trained or one.said(number) not in trained):
             raise UserError(f"the chat template does not write the answer in message {number + 1}, or not where it is trained")
-    found, before = [], ""
+    encoded, previous = [], ""
     for pieces, owner in segments:
         for piece in pieces:
-            ids = tokenizer.encode_piece(piece, first=not found, before=before)
-            found.append((ids, owner is not None and one.losses[owner]))
-            before = "" if piece[1] else piece[0]
-    return found
+            ids = tokenizer.encode_piece(piece, first=not encoded, before=previous)
+            encoded.append((ids, owner is not None and one.losses[owner]))
+            previous = "" if piece[1] else piece[0]
+    return encoded
 
 
 def _end(pieces: list[templates.Piece], start: int, tokenizer: Tokenizer) -> int:
-    """Where an answer ends that begins at `start`: behind the template's first special token from there on, or with the text."""
-    at = 0
+    """Character position where the assistant message that begins at `start` ends: behind the first special token after it (the
+    longest of those at one place), else the end of the text."""
+    offset = 0
     for text, letters in pieces:
-        places = [] if letters else [(text.find(name, max(0, start - at)), len(name)) for name in tokenizer.special]
-        if found := [(place, size) for place, size in places if place >= 0]:
-            return at + sum(min(found, key=lambda one: (one[0], -one[1])))
-        at += len(text)
-    return at
+        places = [] if letters else [(text.find(name, max(0, start - offset)), len(name)) for name in tokenizer.special]
+        if matches := [(place, size) for place, size in places if place >= 0]:
+            return offset + sum(min(matches, key=lambda one: (one[0], -one[1])))
+        offset += len(text)
+    return offset
 
 
 def _cut(pieces: list[templates.Piece], first: int, stop: int) -> Iterator[templates.Piece]:

@@ -20,8 +20,7 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "
 
 @dataclass(frozen=True)
 class Piece:
-    """The part [start, stop) of a file, in the unit of `Block.end`. `begins` says whether a document begins here (and not in the
-    other part of the split)."""
+    """The part [start, stop) of a file, in units of `Block.end`. `begins`: a document begins here, not in the other split."""
 
     path: Path
     start: int
@@ -52,13 +51,13 @@ class Corpus:
     layout: Layout = field(default_factory=Layout)
 
     def blocks(self, piece: Piece, *, start: int = -1, begins: bool = True) -> Iterator[Block]:
-        """The blocks of a piece, or those from `start` on, where a document begins or goes on."""
+        """The text blocks of a piece, or those from position `start` on (-1: its beginning); `begins`: a document begins there."""
         if start < 0:
             start, begins = piece.start, piece.begins
         return blocks(piece.path, self.layout, start=start, stop=piece.stop, begins=begins)
 
     def forget(self, pieces: Iterable[Piece]) -> None:
-        """Called with pieces that nobody reads again."""
+        """Called when these pieces will not be read again; `FetchedCorpus` deletes their files."""
 
     def texts(self, pieces: Iterable[Piece]) -> Iterator[str]:
         for piece in pieces:
@@ -66,15 +65,15 @@ class Corpus:
                 yield block.text
 
     def documents(self, pieces: Iterable[Piece]) -> list[str]:
-        """The texts that are whole in these pieces, whatever blocks they are read in."""
+        """The documents in these pieces, each joined from its blocks."""
         return [text for piece in pieces for text in documents(self.blocks(piece))]
 
 
 def stdlib_corpus(val_fraction: float, *, root: Path | None = None) -> Corpus:
-    """The source of the running Python's standard library, a file a document, whole files in either part.
-
-    Files are taken for validation in the order of a hash of their names until they hold `val_fraction` of the bytes,
-    so a Python with a few other files has nearly the same split. A file with an earlier one's content is left out."""
+    """The source of the running Python's standard library, one document per file, split into training and validation by whole
+    files.
+    Files go to validation in the order of a hash of their names until they hold `val_fraction` of the bytes, so another Python
+    version has nearly the same split. Files that are empty, no UTF-8, or a copy of an earlier one are left out."""
     root = Path(root or sysconfig.get_path("stdlib"))
     files: dict[str, tuple[str, int]] = {}  # relative name -> digest, bytes
     seen = set()
@@ -87,14 +86,14 @@ def stdlib_corpus(val_fraction: float, *, root: Path | None = None) -> Corpus:
         files[path.relative_to(root).as_posix()] = digest, len(content)
     if len(files) < 2:
         raise UserError(f"Python's standard library has no readable source in {root}: pass --data FILE")
-    wanted = val_fraction * sum(size for _, size in files.values())
+    val_limit = val_fraction * sum(size for _, size in files.values())
     val: set[str] = set()
-    held = 0
+    val_bytes = 0
     for name in sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        if val and (held >= wanted or len(val) == len(files) - 1):
+        if val and (val_bytes >= val_limit or len(val) == len(files) - 1):
             break
         val.add(name)
-        held += files[name][1]
+        val_bytes += files[name][1]
     content_hash = xxhash.xxh3_128()
     for name, (digest, _) in files.items():
         content_hash.update(f"{digest} {name in val}\n".encode())
@@ -108,6 +107,7 @@ def stdlib_corpus(val_fraction: float, *, root: Path | None = None) -> Corpus:
 
 
 def _python_files(root: Path) -> Iterator[Path]:
+    """All readable .py files under `root` but for tests, tables and installed packages (NOT_LIBRARY)."""
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in NOT_LIBRARY]
         for name in files:
@@ -134,49 +134,49 @@ def text_corpus(
     layout: Layout = Layout(),  # noqa: B008
     reported: Callable[[int, int], None] = lambda done, total: None,
 ) -> Corpus:
-    """Files in the given order: of all characters the last `val_fraction` are for validation, as in nanoGPT, from the first
-    document on that begins there, or where none does the last document; a file of plain text without separators is cut at the
-    character. 0: all is for training.
-    `told` hears how many bytes of how many were looked through."""
+    """Split files, taken in the given order as one text: the last `val_fraction` of the characters is for validation, as in
+    nanoGPT, from the first document that begins there on; if none does, the last document. Plain text without separators is cut at
+    the character. val_fraction 0: all is for training.
+    `reported(done, total)` is called with the bytes scanned so far and in all."""
     paths = list(paths)
-    total, done, found = sum(path.stat().st_size for path in paths), 0, []
+    total, done, scans = sum(path.stat().st_size for path in paths), 0, []
     for path in paths:
         about = f"{layout!r}{reading_of(path, layout)}"
-        found.append(remembered(path, lambda path=path: _walk(path, layout), about=about))
-        done += found[-1]["stored"]
+        scans.append(remembered(path, lambda path=path: _walk(path, layout), about=about))
+        done += scans[-1]["stored"]
         reported(done, total)
-    characters = sum(one["characters"] for one in found)
+    characters = sum(scan["characters"] for scan in scans)
     if characters == 0:
         raise UserError(f"{name} is empty, expected text")
     cut = int(characters * (1 - val_fraction))
     train, val = [], []
     digest = xxhash.xxh3_128(f"{cut} {asdict(layout)}\n".encode())
-    for path, one in zip(paths, found, strict=True):
-        digest.update(f"{one['digest']} {path.suffixes}{reading_of(path, layout)}\n".encode())
-        if cut >= one["characters"]:
-            place, begins = one["end"], True
+    for path, scan in zip(paths, scans, strict=True):
+        digest.update(f"{scan['digest']} {path.suffixes}{reading_of(path, layout)}\n".encode())
+        if cut >= scan["characters"]:
+            position, begins = scan["end"], True
         elif cut <= 0:
-            place, begins = 0, True
+            position, begins = 0, True
         else:
-            place, begins = _place_of_character(path, layout, cut)
-        if place > 0:
-            train.append(Piece(path, 0, place))
-        if place < one["end"]:
-            val.append(Piece(path, place, one["end"], begins=begins))
-        cut -= one["characters"]
-    if val_fraction and not val and (place := _last_document(train[-1].path, layout)):
+            position, begins = _place_of_character(path, layout, cut)
+        if position > 0:
+            train.append(Piece(path, 0, position))
+        if position < scan["end"]:
+            val.append(Piece(path, position, scan["end"], begins=begins))
+        cut -= scan["characters"]
+    if val_fraction and not val and (position := _last_document(train[-1].path, layout)):
         digest.update(b"the last document is for validation\n")
         last = train.pop()
-        train.append(replace(last, stop=place))
-        val.append(replace(last, start=place))
-    inputs = tuple(Input(str(path), one["stored"], one["digest"]) for path, one in zip(paths, found, strict=True))
-    size = sum(one["bytes"] for one in found)
+        train.append(replace(last, stop=position))
+        val.append(replace(last, start=position))
+    inputs = tuple(Input(str(path), scan["stored"], scan["digest"]) for path, scan in zip(paths, scans, strict=True))
+    size = sum(scan["bytes"] for scan in scans)
     return Corpus(name, tuple(train), tuple(val), digest.hexdigest(), inputs, size, layout)
 
 
 def _walk(path: Path, layout: Layout) -> dict:
-    """Sizes and digest of a file, in one pass. Whatever is wrong in it is found here, before the text is cut: then it is the first
-    wrong place that is named, whichever part a tokenizer reads first."""
+    """Scan a file once: its size on disk and digest, the bytes, characters and end position of its text. Errors anywhere in it are
+    raised here, before the split, so the first faulty place in the file is named, whichever part a tokenizer reads first."""
     digest, stored = xxhash.xxh3_128(), 0
     try:
         with open(path, "rb") as file:
@@ -194,24 +194,24 @@ def _walk(path: Path, layout: Layout) -> dict:
 
 
 def _last_document(path: Path, layout: Layout) -> int:
-    """Where the last document with text begins; 0 if it is the first of its file, too."""
-    place = last = 0
+    """Position where the last non-empty document of a file begins; 0 if that is its first."""
+    position = last = 0
     for block in blocks(path, layout):
-        last = place if block.begins and block.text else last
-        place = max(place, block.end)
+        last = position if block.begins and block.text else last
+        position = max(position, block.end)
     return last
 
 
 def _place_of_character(path: Path, layout: Layout, character: int) -> tuple[int, bool]:
-    """Where a file is cut that the character at `character` is in, counted from 0, and whether a document begins there: at the
-    character itself, or where the next document begins."""
-    place = 0
+    """The position at which to cut a file whose character number `character` (from 0) begins the validation text, and whether a
+    document begins there: at the character itself in plain text, else where the next document begins."""
+    position = 0
     for block in blocks(path, layout):
         if is_whole(path, layout) and character < len(block.text):
-            place = block.end - len(block.text[character:].encode())
-            return place, place == 0
+            position = block.end - len(block.text[character:].encode())
+            return position, position == 0
         if character <= 0 and block.begins and block.text:
             break
-        place = max(place, block.end)
+        position = max(position, block.end)
         character -= len(block.text)
-    return place, True
+    return position, True

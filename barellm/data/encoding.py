@@ -1,4 +1,4 @@
-"""Blocks of text become tokens, a group at a time: all cores encode one group while the next is read."""
+"""Tokenization of a corpus in groups of blocks: all cores encode one group while the next is read."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,8 +23,7 @@ class Place:
 
 @dataclass
 class Group:
-    """Blocks of pieces that follow each other, from the piece `first` on, and the place after them. `empty`: documents without
-    text, which are left out."""
+    """Consecutive blocks, from piece `first` on, and the place behind them. `empty`: documents without text, left out."""
 
     first: int
     next: Place
@@ -45,23 +44,23 @@ class Group:
 
 
 def encoded(corpus: Corpus, tokenizer: tokenizers.Tokenizer, pieces: Sequence[Piece], place: Place) -> Iterator[Group]:
-    """The groups from a place on, with their tokens: each document is led by the end-of-text id where the tokenizer has one."""
+    """Iterate over tokenized groups from a place on. Each document is preceded by the end-of-text id if the tokenizer has one."""
     worker = ThreadPoolExecutor(1)
-    waiting: Future[Group] | None = None
+    pending: Future[Group] | None = None
     try:
         for group in _groups(corpus, pieces, place):
-            following = worker.submit(_encode, tokenizer, group)
-            if waiting:
-                yield waiting.result()
-            waiting = following
-        if waiting:
-            yield waiting.result()
+            next_group = worker.submit(_encode, tokenizer, group)
+            if pending:
+                yield pending.result()
+            pending = next_group
+        if pending:
+            yield pending.result()
     finally:
         worker.shutdown(wait=False, cancel_futures=True)
 
 
 def _groups(corpus: Corpus, pieces: Sequence[Piece], place: Place) -> Iterator[Group]:
-    """Groups of whole blocks. None has pieces of both parts of the split."""
+    """Collect blocks into groups of about GROUP characters that do not span the split. `group.next` is where to resume."""
     group = Group(place.piece, place)
     for number in range(place.piece, len(pieces)):
         if number == len(corpus.val) and group.first < number:
@@ -79,6 +78,7 @@ def _groups(corpus: Corpus, pieces: Sequence[Piece], place: Place) -> Iterator[G
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, group: Group) -> Group:
+    """Set a group's tokens and byte count from its blocks, and drop their text."""
     before = np.array([] if tokenizer.eot is None else [tokenizer.eot], np.int32)
     texts = [block.text for block in group.blocks]
     parts = []

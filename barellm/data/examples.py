@@ -1,7 +1,6 @@
-"""Examples of prompts and answers, for fine-tuning: the loss is of the answers alone, and several examples share a row.
-
+"""Fine-tuning examples as token rows: the loss covers the answers only, and several examples are packed into a row.
 An example is the end-of-text token, the prompt, the answer, and the end-of-text token again, where the tokenizer has one. The
-answer and what ends it are targets; everything else has target -1, which the loss ignores."""
+answer and the token that ends it are targets; all other positions have target -1, which the loss ignores."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from barellm.errors import UserError
 
 @dataclass(frozen=True)
 class Examples:
-    """The tokens of all examples, one after the other, (tokens,); `answer` says which are targets; example i is [begins[i],
-    begins[i + 1]), and its answers' texts have text_bytes[i]."""
+    """The tokens of all examples, concatenated (tokens,); `answer` marks the targets; example i is [begins[i], begins[i + 1]), and
+    its answers have text_bytes[i] bytes of text."""
 
     tokens: np.ndarray
     answer: np.ndarray
@@ -40,9 +39,9 @@ class Examples:
 
 
 def encode_examples(found: list[forms.Example], tokenizer: tokenizers.Tokenizer) -> Examples:
-    """Prompts and answers are encoded by themselves, so no token is of both; conversations as the model's chat template writes
-    them, where it has one. UserError, which says where it stands, for an example that has nothing to predict an answer from, or no
-    answer: a tokenizer without an end-of-text token adds nothing to its texts."""
+    """Tokenize examples. Prompt and answer are encoded apart, so no token spans both; conversations are rendered by the model's
+    chat template if it has one. UserError, with the location, for an example without a token of prompt or of answer (possible where
+    the tokenizer has no end-of-text token to add)."""
     known = tokenizer.conventions
     talks = [one.conversation if known.templates else None for one in found]
     written = conversations.encode([talk for talk in talks if talk], tokenizer)
@@ -51,16 +50,16 @@ def encode_examples(found: list[forms.Example], tokenizer: tokenizers.Tokenizer)
     begin, end = (np.array([] if i is None else [i], np.int32) for i in (known.begin, known.end))
     tokens, answer, sizes = [], [], []
     for one, talk in zip(found, talks, strict=True):
-        pieces = next(written) if talk else [(begin, False)]
+        segments = next(written) if talk else [(begin, False)]
         for _, answers in () if talk else one.parts:
-            pieces += [(next(ids), False)] if answers is False else [(next(ids), bool(answers)), (end, bool(answers))]
-        tokens += [piece for piece, _ in pieces]
-        answer += (own := [np.full(len(piece), answers) for piece, answers in pieces])
-        counted = np.concatenate(own)
+            segments += [(next(ids), False)] if answers is False else [(next(ids), bool(answers)), (end, bool(answers))]
+        tokens += [piece for piece, _ in segments]
+        answer += (flags := [np.full(len(piece), answers) for piece, answers in segments])
+        counted = np.concatenate(flags)
         if not counted.any() or counted[0]:
-            what = "prompt" if counted.any() else "answer"
+            lacking = "prompt" if counted.any() else "answer"
             raise UserError(
-                f"{one.where} has no token in its {what}, and the tokenizer {tokenizer.name} has no "
+                f"{one.where} has no token in its {lacking}, and the tokenizer {tokenizer.name} has no "
                 "end-of-text token that could stand there: expected at least one"
             )
         sizes.append(len(counted))
@@ -69,12 +68,11 @@ def encode_examples(found: list[forms.Example], tokenizer: tokenizers.Tokenizer)
 
 
 class Packed:
-    """Rows of seq inputs, each filled with whole examples; one that is longer than a row is cut at the row's end, and left out
-    where nothing of its answer is left. What stays free has target -1. Examples come in a given order, and a row ends where the
-    next one does not fit: each sees those before it in its row. `masked`, when each sees itself alone: the longest first, each in
-    the row where it leaves the least room (best-fit decreasing).
-
-    `cut` and `dropped`: how many examples that befell."""
+    """Rows of `seq` inputs with whole examples; one that is longer than a row is truncated, and dropped if no part of its answer is
+    left. Free positions have target -1. By default (next-fit) examples keep their order, a row ends where the next one does not
+    fit, and each example sees those before it in its row. With `masked` (each attends to itself only) the longest go first, each
+    into the row with the least sufficient room (best-fit decreasing).
+    `cut` and `dropped` count truncated and dropped examples."""
 
     def __init__(self, examples: Examples, order: list[int], *, seq: int, fill: int, masked: bool = False) -> None:
         self.examples, self.seq, self.fill, self.masked = examples, seq, fill, masked
@@ -104,7 +102,6 @@ class Packed:
         return tokens, answer[1:]
 
     def read(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets (rows, seq), int32."""
         inputs, targets = np.empty((len(rows), self.seq), np.int32), np.empty((len(rows), self.seq), np.int32)
         for at, row in enumerate(rows):
             tokens, answer = self._row(row)
@@ -138,22 +135,23 @@ def _next_fit(spans: list[tuple[int, int]], size: int) -> list[list[tuple[int, i
 
 
 def _best_fit(spans: list[tuple[int, int]], size: int) -> list[list[tuple[int, int]]]:
+    """Best-fit decreasing bin packing of token ranges into rows of `size` tokens."""
     rows: list[list[tuple[int, int]]] = []
     rooms: list[tuple[int, int]] = []  # of the rows that have any, and which they are: ascending
     for first, last in sorted(spans, key=lambda span: span[0] - span[1]):
-        at = bisect_left(rooms, (last - first, 0))
-        room, row = rooms.pop(at) if at < len(rooms) else (size, len(rows))
+        index = bisect_left(rooms, (last - first, 0))
+        room, row = rooms.pop(index) if index < len(rooms) else (size, len(rows))
         if row == len(rows):
             rows.append([])
         rows[row].append((first, last))
-        if left := room - (last - first):
-            insort(rooms, (left, row))
+        if rest := room - (last - first):
+            insort(rooms, (rest, row))
     return rows
 
 
 class ExampleRows(loader.Rows):
-    """Examples are packed once, in an order that the seed gives. With the `order` "epoch" every row then comes once an epoch, in
-    an order that changes with the epoch; with "random" each is drawn by itself."""
+    """Training rows of examples, packed once in an order drawn from the seed. `order` "epoch": each row once per epoch, permuted
+    anew in each epoch; "random": rows are drawn independently."""
 
     def __init__(self, examples: Examples, *, seq: int, seed: int, fill: int, order: str = "epoch", masked: bool = False) -> None:
         assert order in ("epoch", "random")
@@ -211,15 +209,18 @@ class ExampleValidation:
 def split(paths: list[Path], name: str, val_fraction: float,
           make: Callable[[Callable[[], Iterator[str]]], tokenizers.Tokenizer],
           ) -> tuple[Examples, Examples, tokenizers.Tokenizer, str]:  # fmt: skip
-    """Gives the training examples of the files that `name` names, those for validation, the tokenizer, and a hash of the examples.
-    The last `val_fraction` of the examples, at least one, are for validation; 1: all. `make` gets all texts."""
-    found, digest = forms.read_examples(paths)
-    held = max(1, round(len(found) * val_fraction))
-    if len(found) < 2 and val_fraction < 1:
+    """Read and tokenize examples: (training part, validation part, tokenizer, hash of the examples). The last `val_fraction` of
+    them, at least one, is for validation; 1: all. `make(texts)` makes the tokenizer from all texts; `name` is the source in error
+    messages."""
+    all_examples, digest = forms.read_examples(paths)
+    val_count = max(1, round(len(all_examples) * val_fraction))
+    if len(all_examples) < 2 and val_fraction < 1:
         raise UserError(f"{name} has 1 example, expected at least 2: one for validation")
-    if held >= len(found) and val_fraction < 1:
-        raise UserError(f"data.val_fraction is {val_fraction:g}, which takes all {len(found)} examples of {name} for validation")
-    tokenizer = make(lambda: (text for one in found for text, _ in one.parts))
-    examples = encode_examples(found, tokenizer)
-    cut = max(0, len(found) - held)
-    return examples.slice(0, cut), examples.slice(cut, len(found)), tokenizer, digest
+    if val_count >= len(all_examples) and val_fraction < 1:
+        raise UserError(
+            f"data.val_fraction is {val_fraction:g}, which takes all {len(all_examples)} examples of {name} for validation"
+        )
+    tokenizer = make(lambda: (text for one in all_examples for text, _ in one.parts))
+    examples = encode_examples(all_examples, tokenizer)
+    train_count = max(0, len(all_examples) - val_count)
+    return examples.slice(0, train_count), examples.slice(train_count, len(all_examples)), tokenizer, digest

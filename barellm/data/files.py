@@ -17,7 +17,7 @@ SHOWN = 2  # names of skipped files
 
 
 class Skipped:
-    """Files that a folder holds and nobody reads, by the reason."""
+    """Files of a folder that are not read, by the reason."""
 
     def __init__(self) -> None:
         self.reasons: dict[str, list[str]] = {}
@@ -26,18 +26,17 @@ class Skipped:
         self.reasons.setdefault(reason, []).append(str(path))
 
     def __str__(self) -> str:
-        """One line; empty if nothing was skipped."""
-        said = []
+        """One line for the user, with up to SHOWN names for each reason; empty if nothing was skipped."""
+        reasons = []
         for reason, paths in sorted(self.reasons.items()):
             more = ", ..." if len(paths) > SHOWN else ""
-            said.append(f"{len(paths)} {reason} ({', '.join(sorted(paths)[:SHOWN])}{more})")
-        return f"skipped {'; '.join(said)}" if said else ""
+            reasons.append(f"{len(paths)} {reason} ({', '.join(sorted(paths)[:SHOWN])}{more})")
+        return f"skipped {'; '.join(reasons)}" if reasons else ""
 
 
 def find_files(sources: Iterable[str], layout: Layout, skipped: Skipped) -> list[Path]:
-    """The files of all sources in their order, those of a pattern or folder sorted. One that several sources name comes once, where
-    it is named first. UserError for a source that is not there or names no text, and for whatever cannot be read: what is left of
-    a text is another text."""
+    """List the files of all sources: in the sources' order, those of a pattern or folder sorted, each file once. UserError for a
+    source that does not exist, has no text or cannot be read: silently training on a part of the text would give another model."""
     files: dict[str, Path] = {}  # by their absolute paths
     for source in sources:
         for path in named(source):
@@ -53,7 +52,7 @@ def find_files(sources: Iterable[str], layout: Layout, skipped: Skipped) -> list
 
 
 def named(source: str) -> list[Path]:
-    """The paths that a source stands for."""
+    """The paths that a source (a path or a glob pattern) names."""
     if glob.has_magic(source) and not Path(source).expanduser().exists():
         found = sorted(glob.glob(os.path.expanduser(source), recursive=True))
         if not found:
@@ -82,7 +81,7 @@ def existing(source: str) -> Path:
 
 
 def files_of(folder: Path, layout: Layout, skipped: Skipped) -> list[Path]:
-    """The files with text of a folder at any depth, sorted."""
+    """All text files of a folder at any depth, sorted; the others are added to `skipped`."""
 
     def refuse(error: OSError) -> None:
         raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
@@ -105,7 +104,7 @@ def files_of(folder: Path, layout: Layout, skipped: Skipped) -> list[Path]:
 
 
 def _reason(path: Path, layout: Layout) -> str:
-    """Why a file of a folder is passed over; nothing if it is not."""
+    """Why a folder's file is not read, in words for the user; "" if it is read."""
     if path.name.startswith("."):
         return "hidden"
     try:

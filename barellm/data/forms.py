@@ -1,5 +1,5 @@
-"""The forms in which people have examples: prompt and answer or completion (TRL), messages (OpenAI), conversations (ShareGPT),
-instruction, input and output (Alpaca)."""
+"""Formats of fine-tuning examples and their conversion to `Example`: prompt and answer or completion (TRL), messages (OpenAI),
+conversations (ShareGPT), instruction, input and output (Alpaca)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,8 +30,9 @@ EXPECTED = "texts named prompt and answer (or completion), messages, conversatio
 
 @dataclass(frozen=True)
 class Example:
-    """`parts`: its texts, and of each whether it is an answer; None: an answer without a loss. A `conversation` is written by the
-    model's chat template, where it has one: then its parts are those of no use. `where` it stands, for messages."""
+    """One example. `parts`: its texts, each with True (answer, trained on), False (prompt) or None (answer without loss).
+    `conversation`: rendered by the model's chat template if it has one; `parts` are the fallback. `where`: location for error
+    messages."""
 
     parts: list[tuple[str, bool | None]]
     where: str
@@ -39,8 +40,8 @@ class Example:
 
 
 def example_files(source: str) -> list[Path]:
-    """The files that a source names, if they are examples: the first record of the first one is. A folder holds nothing else, but
-    for hidden files, a README and a LICENSE. None of a text, or where there is no such source."""
+    """The files that a source names if they hold fine-tuning examples, judged by the first record; [] for plain text or no such
+    source. In a folder, hidden files, README and LICENSE are ignored and every other file must hold records."""
     if source in ("", "stdlib"):
         return []
     found = []
@@ -54,7 +55,7 @@ def example_files(source: str) -> list[Path]:
 
 
 def _has_examples(path: Path) -> bool:
-    """By the first record. One with the field that holds the text of a `Layout` is text, whatever else it has."""
+    """Whether the first record is a fine-tuning example; one with the pretraining field "text" is plain text."""
     _, first = next(reading.each_record(path), ("", None))
     if isinstance(first, list):
         return bool(first) and isinstance(first[0], dict) and not first[0].keys().isdisjoint(("role", "from"))
@@ -64,7 +65,7 @@ def _has_examples(path: Path) -> bool:
 
 
 def read_examples(paths: Iterable[Path]) -> tuple[list[Example], str]:
-    """The examples of files, and a hash of them."""
+    """All examples of the files, and a hash of their content for cache keys."""
     digest, found = xxhash.xxh3_128(f"{FORMAT}".encode()), []
     for path in paths:
         for where, record in reading.each_record(path):
@@ -76,7 +77,7 @@ def read_examples(paths: Iterable[Path]) -> tuple[list[Example], str]:
 
 
 def example(record: Any, where: str) -> Example:
-    """A record as an example. UserError, which begins with `where`, for one that is none."""
+    """Convert a record of any supported format to an `Example`. UserError, which begins with `where`, for any other record."""
     record = {"messages": record} if isinstance(record, list) else record
     if not isinstance(record, dict):
         raise UserError(f"{where} has: {type(record).__name__}; expected {EXPECTED}")
@@ -90,8 +91,8 @@ def example(record: Any, where: str) -> Example:
     if prompt is None and record.keys() >= {"instruction", "output"}:
         prompt, answer = _instruction(record, where), record["output"]
     if not isinstance(prompt, str) or not isinstance(answer, str):
-        has = ", ".join(f"{key} (nothing)" if value is None else str(key) for key, value in record.items())
-        raise UserError(f"{where} has: {has}; expected {EXPECTED}{records.preferences(record)}")
+        fields = ", ".join(f"{key} (nothing)" if value is None else str(key) for key, value in record.items())
+        raise UserError(f"{where} has: {fields}; expected {EXPECTED}{records.preferences(record)}")
     if record.get("system") not in NEUTRAL:
         raise UserError(f"{where} has a system {shown(record['system'])} beside a text: expected it in the prompt, or messages")
     if not answer:
@@ -100,7 +101,7 @@ def example(record: Any, where: str) -> Example:
 
 
 def _instruction(record: dict, where: str) -> str:
-    """Alpaca's prompt. Its answer follows the colon at once."""
+    """The prompt of an Alpaca record, in the wording of Alpaca's training script; the answer follows without a separator."""
     instruction, given = record["instruction"], record.get("input") or ""
     if not isinstance(instruction, str) or not isinstance(given, str):
         raise UserError(f"{where} has an instruction {shown(instruction)} and an input {shown(given)}, expected texts")
@@ -117,7 +118,7 @@ def _check_obeyed(found: dict, what: str, where: str) -> None:
 
 
 def _has_loss(message: dict, where: str) -> bool:
-    """What OpenAI's `weight`, 0 or 1, and `train` of other programs say of a message; by default the assistant's have a loss."""
+    """Whether a message is trained on: assistant messages unless OpenAI's `weight` (0 or 1) or `train` says otherwise."""
     requested = [message[key] for key in ("weight", "train") if message.get(key) is not None]
     if wrong := [value for value in requested if value not in (0, 1)]:
         raise UserError(f"{where} has a message with weight or train {wrong[0]!r:.40}, expected 0, 1, false or true")
@@ -127,7 +128,7 @@ def _has_loss(message: dict, where: str) -> bool:
 
 
 def _messages(found: Any, where: str) -> list[Any]:
-    """A list of messages; a table's cell has it as JSON."""
+    """The list of messages in a record's field, where a CSV cell has it as JSON text."""
     if isinstance(found, str) and found.lstrip().startswith("["):
         try:
             found = loads(found)
@@ -137,7 +138,8 @@ def _messages(found: Any, where: str) -> list[Any]:
 
 
 def _conversation(messages: list[Any], record: dict, where: str, *, untrained: int = 0) -> Example:
-    """Each message as a line `User: ...`; an answer is what the assistant says; the first `untrained` messages have no loss."""
+    """Convert a list of messages: `parts` renders each as a line `User: ...` for models without a chat template. Assistant messages
+    are trained on, but for the first `untrained` messages."""
     system = record.get("system") or ""
     if not isinstance(system, str):
         raise UserError(f"{where} has a system {shown(system)}, expected a text")

@@ -48,7 +48,7 @@ class Gpt2(bpe.BytePairs):
         return "tokens" in vars(self)
 
     def save(self, folder: Path) -> None:
-        """Writes what every tokenizer does; on a machine without the vocabulary only name and hash, enough to find it elsewhere."""
+        """Write the tokenizer; without the vocabulary on this machine only its name and hash, enough to find it elsewhere."""
         try:
             super().save(folder)
         except UserError:
@@ -58,7 +58,7 @@ class Gpt2(bpe.BytePairs):
 
 
 def find_vocabulary() -> list[bytes]:
-    """The byte strings of GPT-2's ids, from BARELLM_GPT2_VOCAB, the cache, or a download that goes into the cache."""
+    """Byte strings of GPT-2's ids, from BARELLM_GPT2_VOCAB, the cache, or a download that is then cached."""
     chosen = os.environ.get("BARELLM_GPT2_VOCAB")
     if chosen:
         found = _read_folder(Path(chosen))
@@ -70,6 +70,7 @@ def find_vocabulary() -> list[bytes]:
 
 
 def _read_folder(folder: Path) -> list[bytes] | None:
+    """Parse and verify the first vocabulary file in a folder that has one of the known NAMES; None if there is none."""
     for path in (folder / name for name in NAMES):
         if path.is_file():
             parse = _from_ranks if path.suffix == ".tiktoken" else _from_merges
@@ -84,7 +85,8 @@ def _read_folder(folder: Path) -> list[bytes] | None:
 
 
 def _from_merges(content: bytes) -> list[bytes]:
-    """vocab.bpe: a version line, then a merge a line, in printable characters. Ids: 256 bytes, merges in order, eot."""
+    """Parse vocab.bpe: a version line, then a merge per line in GPT-2's alphabet. Ids: 256 bytes, merges in order,
+    <|endoftext|>."""
     byte_of = bpe.printable_bytes()
     end = "\uffff"  # of a line: a byte of a merge may be a line feed
     latin = str.maketrans({c: chr(b) for c, b in byte_of.items()} | {" ": None, "\r": None, "\n": end})
@@ -94,7 +96,7 @@ def _from_merges(content: bytes) -> list[bytes]:
 
 
 def _from_ranks(content: bytes) -> list[bytes]:
-    """A .tiktoken file: base64 and rank a line."""
+    """Parse a .tiktoken file: base64 of the bytes and the id (rank) on each line."""
     pairs = [line.split() for line in content.splitlines() if line]
     ranked = {int(pair[1]): base64.b64decode(pair[0]) for pair in pairs}
     return [ranked[i] for i in range(len(ranked))] + [b""]
@@ -108,6 +110,7 @@ def _verified(tokens: Sequence[bytes], what: str) -> list[bytes]:
 
 
 def _download(folder: Path) -> list[bytes]:
+    """Download vocab.bpe (SHA-256 checked) and cache it; the UserError says where to put the file by hand."""
     from tiktoken.load import read_file_cached
 
     print(f"downloading GPT-2's vocabulary ({URL})", file=sys.stderr, flush=True)

@@ -29,14 +29,16 @@ class HuggingFace(Tokenizer):
     name = "huggingface"
 
     def __init__(self, content: bytes, *, path: Path) -> None:
+        """Parse `content` (tokenizer.json) and derive from its normalizer, pre-tokenizer and decoder whether it changes texts
+        (`changes`), prepends spaces (`prefixed`) and strips them (`strips`). `path` is for error messages."""
         self.content, self.path = content.removeprefix(unpacking.MARK), path
         found = loads(self.content)
         self._added = {token["content"]: token["id"] for token in found["added_tokens"]}
         self._special = {token["content"]: token["id"] for token in found["added_tokens"] if token.get("special")}
-        own = _own_ids(found["model"])
-        _check_ids(path, [*own.items(), *self._added.items()], most=len(content))
-        self.base_size = max(own.values(), default=-1) + 1  # ids beyond it are of added tokens
-        self.name_of = {i: name for name, i in (own | self._added).items()}
+        model_ids = _own_ids(found["model"])
+        _check_ids(path, [*model_ids.items(), *self._added.items()], most=len(content))
+        self.base_size = max(model_ids.values(), default=-1) + 1  # ids beyond it are of added tokens
+        self.name_of = {i: name for name, i in (model_ids | self._added).items()}
         self._count = max(self.name_of, default=-1) + 1
         self.unused = sorted(set(range(self._count)) - self.name_of.keys())
         self.changes = changes(found)
@@ -46,8 +48,8 @@ class HuggingFace(Tokenizer):
         self.strips = _spaces(decoder)
         self.byte_fallback = "ByteFallback" in {step["type"] for step in steps(found.get("decoder"), "decoders")}
         self._leading = _leading(found, self._special)
-        known = next((self._special[name] for name in BEFORE_TEXT if name in self._special), None)
-        self.eot = known if self._leading is None else self._leading
+        bos = next((self._special[name] for name in BEFORE_TEXT if name in self._special), None)
+        self.eot = bos if self._leading is None else self._leading
         self._encoders: dict[str, Any] = {}
 
     @property
@@ -69,7 +71,8 @@ class HuggingFace(Tokenizer):
 
     @cached_property
     def tokens(self) -> Sequence[bytes]:
-        """The bytes of each id: none for special ones and for ids that nobody has."""
+        """The bytes of each id: empty for special tokens and unused ids. A token's text may depend on its neighbours (spaces), so
+        it is decoded between two letters."""
         decoder = self._encoder("text").decoder
         byte_of = bpe.printable_bytes()
         special = set(self._special.values())
@@ -94,8 +97,8 @@ class HuggingFace(Tokenizer):
         return hashlib.sha256(self.content).hexdigest()
 
     def _encoder(self, kind: str) -> Any:
-        """The library's tokenizer, which takes a second to load for 128,000 ids. "text": names of special tokens are text;
-        "special": they are tokens; "letters": those of added tokens that are not special are text too."""
+        """The library's tokenizer, cached (it takes a second to load for 128,000 ids). `kind` "text": names of special tokens in a
+        text are text; "special": they are tokens; "letters": names of all other added tokens are text, too."""
         if kind in self._encoders:
             return self._encoders[kind]
         from tokenizers import Tokenizer as Encoder
@@ -130,6 +133,7 @@ class HuggingFace(Tokenizer):
         return self._encode([text], kind)[0]
 
     def _encode(self, texts: Sequence[str], kind: str) -> list[np.ndarray]:
+        """Encode texts with the encoder of that kind (see `_encoder`). UserError for an id beyond the model's embedding rows."""
         for text in texts:
             utf8(text)
         found = self._encoder(kind).encode_batch_fast(texts, add_special_tokens=False)
@@ -141,6 +145,9 @@ class HuggingFace(Tokenizer):
         return arrays
 
     def encode_piece(self, piece: templates.Piece, *, first: bool, before: str = "") -> np.ndarray:
+        """Encode one piece (text, letters) of a rendered chat: `letters` pieces are user content, in which special tokens' names
+        are text. `before` is the preceding text: the piece is encoded with its special token in front, so that a space is added
+        where the library would."""
         text, letters = piece
         kind = "letters" if letters else "special"
         if not first and not letters and self.prefixed:  # behind a special token some put a space before a text, others do not
@@ -172,15 +179,14 @@ def _own_ids(model: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _check_ids(path: Path, found: list[tuple[str, Any]], *, most: int) -> None:
-    """UserError for an id that is no number from 0 on, or not below `most`, the bytes of the file: a small file must not ask for a
-    large table."""
+    """UserError for an id outside [0, `most`), the bytes of the file: a small file must not ask for a large table."""
     for name, i in found:
         if type(i) is not int or not 0 <= i < most:
             raise UserError(f"{path}: the token {name!r} has the id {i!r}, expected a whole number from 0 to {most - 1}")
 
 
 def changes(found: dict[str, Any]) -> str:
-    """Why some text does not come back byte for byte; "" where each does."""
+    """Why some texts do not round-trip byte for byte through this tokenizer.json; "" if all do."""
     model, normalizer = found["model"], found.get("normalizer")
     kinds = steps(found["pre_tokenizer"], "pretokenizers")
     wrong = {

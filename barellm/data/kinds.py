@@ -16,7 +16,7 @@ KINDS = ("bytes", "chars", "bpe", "gpt2")
 
 
 def check_kind(name: str) -> None:
-    """Raise a UserError, with the nearest name, unless `name` is a kind of tokenizer or a folder that holds one."""
+    """Raise a UserError that suggests the nearest name unless `name` is a kind of tokenizer or a folder that holds one."""
     if name in KINDS or (name and (Path(name) / FILE).is_file()):
         return
     known = f"known: {', '.join(KINDS)}, or a folder with {FILE}"
@@ -25,10 +25,9 @@ def check_kind(name: str) -> None:
 
 def make_tokenizer(name: str, texts: Callable[[], Iterable[str]], *, train: Callable[[], Iterable[str]] | None = None,
                    bpe_vocab: int = 2048, key: str | None = None) -> Tokenizer:  # fmt: skip
-    """The tokenizer of that kind, or from that folder.
-
-    `texts()`: the whole text, for chars; `train()`: the part that bpe may learn from, default all; `key`: identity of
-    that part, under which a trained bpe is cached."""
+    """Make the tokenizer of a kind (KINDS), or load it from the folder `name`. `texts()` iterates over the whole text, from which
+    "chars" takes its vocabulary; `train()` over the part that BPE is trained on (default: all); `key` identifies that part in the
+    cache of trained BPEs (None: not cached)."""
     check_kind(name)
     if name == "bytes":
         return Bytes()
@@ -45,13 +44,13 @@ def make_tokenizer(name: str, texts: Callable[[], Iterable[str]], *, train: Call
 
 
 def cached_bpe(texts: Callable[[], Iterable[str]], *, vocab: int, key: str | None) -> bpe.BytePairs:
-    """`trained_bpe`, kept in the cache under `key`; trained each time where that is None."""
+    """A BPE tokenizer of `vocab` ids trained on texts(), cached on disk under `key`; None trains each time."""
     if key is None:
         return bpe.trained_bpe(texts, vocab=vocab)
     folder = cache.cache_folder("tokenizers")
-    found = folder / hashlib.sha256(f"bpe {FORMAT} {vocab} {key}".encode()).hexdigest()[:32]
+    target = folder / hashlib.sha256(f"bpe {FORMAT} {vocab} {key}".encode()).hexdigest()[:32]
     try:
-        cached = load_tokenizer(found)
+        cached = load_tokenizer(target)
         assert isinstance(cached, bpe.BytePairs)
         return cached
     except UserError:
@@ -59,10 +58,10 @@ def cached_bpe(texts: Callable[[], Iterable[str]], *, vocab: int, key: str | Non
     cache.sweep(folder)
     tokenizer = bpe.trained_bpe(texts, vocab=vocab)
     try:
-        with cache.new_folder(found) as made:
-            tokenizer.save(made)
-    except FileExistsError:
-        tokenizer.save(found)
+        with cache.new_folder(target) as temporary:
+            tokenizer.save(temporary)
+    except FileExistsError:  # another process was first, or a damaged one lies there: overwrite it
+        tokenizer.save(target)
     return tokenizer
 
 
@@ -74,15 +73,15 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 def load_tokenizer(folder: Path, *, rows: int | None = None) -> Tokenizer:
-    """The tokenizer that `save`, or the library `tokenizers`, wrote, with what lies beside it. `rows`: of the model that it is for.
-    It is a UserError if it is missing, damaged or of a later format."""
+    """Load a tokenizer that `save` or the library `tokenizers` wrote, with the chat conventions beside it. `rows`: embedding rows
+    of its model (None: unknown). UserError if it is missing, damaged or of a later format."""
     path = Path(folder) / FILE
     return _loaded(path).with_files(conventions.collect(path.parent), rows=rows)
 
 
 def fitting(tokenizer: Tokenizer, rows: int | None, where: object) -> Tokenizer:
-    """The same, for a model with so many rows. They may be more than its ids, and fewer where the ids beyond them are of added
-    tokens. UserError for a tokenizer that must be of another model."""
+    """The tokenizer bound to a model of `rows` embedding rows, which may exceed its ids (padding) or miss added tokens' ids.
+    UserError if the sizes differ so much that it must belong to another model."""
     known = getattr(tokenizer, "base_size", tokenizer.vocab_size)
     if rows is not None and (known > rows or 2 * tokenizer.vocab_size < rows):
         raise UserError(f"tokenizer {where} has {tokenizer.vocab_size} ids, the model {rows}: it is of another model")
@@ -90,6 +89,7 @@ def fitting(tokenizer: Tokenizer, rows: int | None, where: object) -> Tokenizer:
 
 
 def _loaded(path: Path) -> Tokenizer:
+    """Parse tokenizer.json: the library `tokenizers` format (key "model") or barellm's own, whose vocabulary hash is verified."""
     try:
         written = path.read_bytes()
         content = loads(written)
@@ -113,6 +113,7 @@ def _loaded(path: Path) -> Tokenizer:
 
 
 def _restored(kind: str, tokens: list[bytes] | None, eot: int | None) -> Tokenizer:
+    """Rebuild a tokenizer from the stored fields; ValueError for fields that do not belong together."""
     if kind == "bytes":
         return Bytes()
     if kind == "chars" and tokens:

@@ -1,4 +1,4 @@
-"""The order of llm.c's training: its shuffled DataLoader, to the token."""
+"""Batches in the order of llm.c's shuffled DataLoader, token for token."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,11 +28,10 @@ class DataPosition:
 
 
 class LlmcOrder(Rows):
-    """A sample of llm.c is a whole micro-batch: batch x seq tokens that stand one after the other in a shard,
-    and one more. Each epoch it shuffles the list of shards as the epoch before has left it, and then, shard for shard, the
-    samples in it, all with one Mersenne twister; what is left at a shard's end is not used.
-
-    To go on at a sample, the random numbers before it are counted and skipped. UserError where a shard has not one sample."""
+    """A sample is a whole micro-batch: batch x seq consecutive tokens of a shard (and one more for the targets). In each epoch
+    llm.c shuffles its list of shards, as the epoch before left it, and then within each shard its samples, all with one Mersenne
+    twister; what is left at a shard's end is not used.
+    To resume at a sample, the random numbers before it are counted and skipped. UserError for a shard shorter than one sample."""
 
     def __init__(self, tokens: TokenStream, *, batch: int, seq: int) -> None:
         self.tokens, self.batch_size, self.seq = tokens, batch, seq
@@ -52,7 +51,7 @@ class LlmcOrder(Rows):
         self._order: np.ndarray | None = None
 
     def start(self, sample: int) -> tuple[int, int]:
-        """Gives the shard of a sample and its first token there."""
+        """(shard, index of its first token there) of a sample. Going back to an earlier sample replays from the beginning."""
         if self._place < 0 or sample < self._first:
             self._rewind()
             self._advance()
@@ -70,21 +69,22 @@ class LlmcOrder(Rows):
         state: Any = self._random.get_state()
         return DataPosition(self._shards.tolist(), self._place, self._order.tolist(), sample - self._first, state[1], state[2])
 
-    def check(self, sample: int, found: Mapping[str, Any]) -> None:
-        """Compare with where llm.c's loader stood before the same sample: at the place "shard" of the list "shards", after so many
-        samples as "sample". UserError where that is elsewhere: the batches that came before were others."""
-        here, place, taken = self.data_position(sample), found["shard"], found["sample"]
-        shards = found["shards"]
-        known = sorted(shards) == list(range(len(self.sizes))) and 0 <= place < len(shards)
-        if known and taken == self.sizes[shards[place]]:
+    def check(self, sample: int, saved: Mapping[str, Any]) -> None:
+        """Compare with the saved position of llm.c's loader before the same sample: index "shard" into the permuted list "shards",
+        after "sample" samples of it. UserError if they differ: the batches before were different ones."""
+        ours, place, taken = self.data_position(sample), saved["shard"], saved["sample"]
+        shards = saved["shards"]
+        valid = sorted(shards) == list(range(len(self.sizes))) and 0 <= place < len(shards)
+        if valid and taken == self.sizes[shards[place]]:
+            # Llm.c opens the next shard only when it needs it
             place, taken = (place + 1) % len(shards), 0  # it opens the next one when it needs it
-            shards = shards if place else here.shards
-        if (here.shards, here.shard, here.sample) != (shards, place, taken):
-            stood = f"micro-batch {taken} of shard {place} of the list {_short(shards)}"
-            ours = f"micro-batch {here.sample} of shard {here.shard} of {_short(here.shards)}"
+            shards = shards if place else ours.shards
+        if (ours.shards, ours.shard, ours.sample) != (shards, place, taken):
+            their_text = f"micro-batch {taken} of shard {place} of the list {_short(shards)}"
+            our_text = f"micro-batch {ours.sample} of shard {ours.shard} of {_short(ours.shards)}"
             keys = f"train.micro_batch_size {self.batch_size}, train.seq {self.seq}, train.gradient_accumulation_steps"
             raise UserError(
-                f"llm.c's data stood at {stood}, and by {keys} and {self.tokens.name} it stands at {ours}: choose "
+                f"llm.c's data stood at {their_text}, and by {keys} and {self.tokens.name} it stands at {our_text}: choose "
                 "llm.c's -b, -t, -d and shards, or another data.order"
             )
 
@@ -93,12 +93,13 @@ class LlmcOrder(Rows):
         return int(self._shards[self._place])
 
     def _advance(self) -> None:
-        """Open the next shard of the list, or of the next epoch's."""
+        """Open the next shard of the list; after the last, reshuffle the list for a new epoch. If no sample of the current shard
+        was used, the random numbers of its shuffle are drawn and dropped."""
         if self._order is None and self._place >= 0:  # nobody has asked for a sample of this shard
-            left = self.sizes[self._shard] - 1
-            while left:
-                self._draw(min(left, AT_ONCE))
-                left -= min(left, AT_ONCE)
+            draws = self.sizes[self._shard] - 1
+            while draws:
+                self._draw(min(draws, AT_ONCE))
+                draws -= min(draws, AT_ONCE)
         self._order = None
         self._place += 1
         if self._place in (0, len(self.sizes)):
@@ -116,7 +117,7 @@ class LlmcOrder(Rows):
         return np.array(found)
 
     def batch(self, first_sample: int, count: int, *, seq: int, document: int) -> tuple[np.ndarray, np.ndarray]:
-        """A `Rows`."""
+        """Inputs and targets, each (count, seq) int32, as `Rows.batch`; the shape must be llm.c's micro-batch."""
         if (count, seq) != (self.batch_size, self.seq):
             raise UserError(
                 f"data.order 'llmc' shuffles micro-batches of {self.batch_size} x {self.seq} tokens, asked for {count} x {seq}: "

@@ -1,7 +1,6 @@
-"""Batches of token windows.
-
-Which tokens are in sample i is a pure function of (seed, i): nothing is shuffled or remembered, so resuming,
-accumulating and splitting a batch among ranks all mean asking for other sample indices."""
+"""Batches of token windows: the rows (samples) of training and validation batches, by sample index. For `Batches` the tokens of
+sample i are a pure function of (seed, i): nothing is shuffled or stored, so resuming, gradient accumulation and splitting a batch
+among ranks all mean asking for other sample indices."""
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -33,16 +32,14 @@ def draw(key: int, index: int) -> int:
 
 @lru_cache(maxsize=16)
 def round_keys(key: int) -> tuple[int, ...]:
-    """The keys of the rounds of `permuted`."""
     return tuple(draw(key, r) for r in range(ROUNDS))
 
 
 def permuted(index: int, size: int, key: int) -> int:
-    """The place to which a permutation of range(size), chosen by `key`, moves an index below size.
-
-    It is a Feistel network on the smallest power of two that holds `size`, walked until it falls below `size` (Black and Rogaway
-    2002). Under two walks are expected, and no table is stored, whatever the size. Plain integers take 3 us for a sample; NumPy on
-    the few samples of a batch took five times as long."""
+    """Position of `index` under a pseudo-random permutation of range(size) that `key` selects (0 <= index < size).
+    A Feistel network permutes the smallest power of two that holds `size`; it is applied again until the result is below `size`
+    (cycle walking, Black and Rogaway 2002), fewer than twice on average. No table is stored. Plain integers take 3 us per sample;
+    NumPy on the few samples of a batch took five times as long."""
     bits = (size - 1).bit_length()
     low_bits = (bits + 1) // 2
     low_mask, high_mask = (1 << low_bits) - 1, (1 << (bits - low_bits)) - 1
@@ -58,37 +55,37 @@ def permuted(index: int, size: int, key: int) -> int:
 
 
 def document_starts(tokens: np.ndarray, separator: int) -> np.ndarray:
-    """Of each token of rows (B, T) where its document begins: that of the last `separator` up to it, or 0. (B, T) i32."""
+    """Where each token's document begins in its row: the last `separator` up to it, or 0. tokens (B, T) -> (B, T) int32."""
     return np.maximum.accumulate(np.where(tokens == separator, np.arange(tokens.shape[1], dtype=np.int32), 0), axis=1)
 
 
 class Rows(Protocol):
-    """The source of the rows of micro-batches. `separator`: the token that begins a document, where tokens see their own alone."""
+    """A source of training rows. `separator`: the token that begins each document if attention is masked by document, else None."""
 
     separator: int | None = None
 
     def starts(self, first_sample: int, count: int, tokens: np.ndarray) -> np.ndarray | None:
-        """Where the document of each token of these samples begins, (count, seq) i32. None: all see all before them."""
+        """Per token, where its document begins in its row, (count, seq) int32; None: attention is not masked by document."""
         return None if self.separator is None else document_starts(tokens, self.separator)
 
     def batch(self, first_sample: int, count: int, *, seq: int, document: int) -> tuple[np.ndarray, np.ndarray]:
-        """Samples [first_sample, first_sample + count): inputs and targets (count, seq) int32. `document`: the most tokens of one
-        document, where rows are made of documents."""
+        """Inputs and next-token targets of samples [first_sample, first_sample + count), each (count, seq) int32. `document` is the
+        most tokens taken of one document (0: no limit); sources whose rows are windows of the stream ignore it."""
         ...
 
     def counted(self, first_sample: int, count: int, *, seq: int) -> int:
-        """How many of these samples' targets count: all but those that are -1."""
+        """Number of these samples' targets that enter the loss: all but the masked ones (-1)."""
         return count * seq
 
 
 class Repeated(Rows):
-    """The first `samples` samples of some rows, again and again."""
+    """Another source's first `samples` samples, repeated endlessly: sample i is its sample i % samples."""
 
     def __init__(self, rows: Rows, samples: int) -> None:
         self.rows, self.samples = rows, samples
 
     def _runs(self, first_sample: int, count: int) -> Iterator[tuple[int, int]]:
-        """(first, count) of samples that follow each other."""
+        """Split a range of samples into (first, count) ranges of the underlying source, which do not wrap around."""
         while count:
             first = first_sample % self.samples
             size = min(count, self.samples - first)
@@ -96,30 +93,28 @@ class Repeated(Rows):
             first_sample, count = first_sample + size, count - size
 
     def batch(self, first_sample: int, count: int, *, seq: int, document: int) -> tuple[np.ndarray, np.ndarray]:
-        """A `Rows`."""
+        """Inputs and targets, as `Rows.batch`: one batch of the underlying source for each range, concatenated."""
         runs = self._runs(first_sample, count)
-        found = [self.rows.batch(first, size, seq=seq, document=document) for first, size in runs]
-        return np.concatenate([inputs for inputs, _ in found]), np.concatenate([targets for _, targets in found])
+        batches = [self.rows.batch(first, size, seq=seq, document=document) for first, size in runs]
+        return np.concatenate([inputs for inputs, _ in batches]), np.concatenate([targets for _, targets in batches])
 
     def starts(self, first_sample: int, count: int, tokens: np.ndarray) -> np.ndarray | None:
-        """A `Rows`."""
-        found, at = [], 0
+        """Document starts, as `Rows.starts`; `tokens` are the inputs of these samples."""
+        parts, row = [], 0
         for first, size in self._runs(first_sample, count):
-            found.append(self.rows.starts(first, size, tokens[at : at + size]))
-            at += size
-        return None if found[0] is None else np.concatenate(found)
+            parts.append(self.rows.starts(first, size, tokens[row : row + size]))
+            row += size
+        return None if parts[0] is None else np.concatenate(parts)
 
     def counted(self, first_sample: int, count: int, *, seq: int) -> int:
-        """A `Rows`."""
         return sum(self.rows.counted(first, size, seq=seq) for first, size in self._runs(first_sample, count))
 
 
 class Batches(Rows):
-    """Training samples: inputs are `seq` tokens, targets the same moved by one.
-
-    `order` "epoch": windows side by side, each once an epoch, in an order that changes with the epoch; "sequential": the same
-    windows in the order of the text; "random": windows that start anywhere, as nanoGPT draws them. UserError if the stream is too
-    short for one. A stage with another length has windows of its own."""
+    """Windows of a token stream: inputs are `seq` tokens, targets the same shifted by one.
+    `order` "epoch": adjacent windows, each once per epoch, permuted anew in each epoch; "sequential": the same windows in the order
+    of the stream; "random": windows with random starts (with replacement), as in nanoGPT. UserError if the stream is shorter than
+    one window. A stage of the schedule with another sequence length has windows of its own."""
 
     def __init__(self, tokens: TokenStream, *, seq: int, seed: int, order: str = "epoch") -> None:
         assert order in ("epoch", "random", "sequential") and seq >= 1
@@ -142,7 +137,8 @@ class Batches(Rows):
         return permuted(index, self.windows, draw(self._key, epoch)) * self.seq
 
     def batch(self, first_sample: int, count: int, *, seq: int = 0, document: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """A `Rows`. `seq` 0: its own."""
+        """Inputs and targets, each (count, seq) int32, as `Rows.batch`; seq 0 means the length given to the constructor. `document`
+        is ignored: windows cross document boundaries."""
         if seq not in (0, self.seq):
             other = self._others.setdefault(seq, Batches(self.tokens, seq=seq, seed=self.seed, order=self.order))
             return other.batch(first_sample, count)
@@ -155,14 +151,13 @@ class Batches(Rows):
 
 
 class Documents(Rows):
-    """A row of `seq` inputs takes documents in the order of the stream until it has seq + 1 tokens. It takes
-    the first `document` tokens of each, or fewer where the row ends, and drops the rest. After the last document comes the first.
-
-    Which documents are in a row depends on all rows before it. `shape(sample)` tells their (seq, document), so that a resumed run
-    finds its place by counting. UserError where the text has no `separator`, the token that begins a document.
-
-    Without `span` each shard is a text of its own, as modded-nanogpt has it on one GPU: no row and no document goes on in the next
-    shard. The documents of an unfinished row are dropped, and so is what a shard has before its first separator."""
+    """Sequence packing: a row takes documents in the order of the stream until it has seq + 1 tokens (inputs and targets overlap by
+    seq), of each the first `document` tokens (0: all) or fewer where the row ends; the rest of a document is dropped. After the
+    last document comes the first again.
+    Which documents a row has depends on all rows before it; `shape(sample)` gives their (seq, document), so a resumed run finds its
+    place by replaying the packing. UserError without a `separator` token, which must begin each document.
+    `span` False: no row crosses the boundary between shards, as in modded-nanogpt on one GPU; the documents of an unfinished row
+    are dropped, and so is what precedes a shard's first separator."""
 
     def __init__(
         self, tokens: TokenStream, *, separator: int | None, shape: Callable[[int], tuple[int, int]], span: bool = True
@@ -184,56 +179,56 @@ class Documents(Rows):
         self._sample, self._document = 0, 0  # the next row, and the document that it begins with
 
     def spans(self, sample: int) -> list[tuple[int, int]]:
-        """The tokens [first, last) of each document in a row, seq + 1 of them in all."""
+        """The token ranges [first, last) of a row's documents, seq + 1 tokens in all. An earlier sample replays from 0."""
         if sample < self._sample:
             self._sample, self._document = 0, 0
         while True:
-            found = self._next(*self.shape(self._sample))
+            row = self._next(*self.shape(self._sample))
             self._sample += 1
             if self._sample > sample:
-                return found
+                return row
 
     def _next(self, seq: int, document: int) -> list[tuple[int, int]]:
-        found, room = [], seq + 1
-        tried = 0
+        """Pack the next row: its documents' token ranges [first, last), seq + 1 tokens in all."""
+        row, room = [], seq + 1
+        wraps = 0  # how often the stream's end was reached: twice means that no row can be filled
         while room:
-            over = self._document == len(self._begins)
+            wrapped = self._document == len(self._begins)
             # A row does not go on at the beginning of the text.
-            if over or (found and self._shards[self._document] != self._shards[self._document - 1]):
-                found, room = [], seq + 1
-            if over:
+            if wrapped or (row and self._shards[self._document] != self._shards[self._document - 1]):
+                row, room = [], seq + 1
+            if wrapped:
                 self._document = 0
-                tried += 1
-                if tried == 2:
-                    apart = " in a shard" * (len(set(self._shards)) > 1)
+                wraps += 1
+                if wraps == 2:
+                    within = " in a shard" * (len(set(self._shards)) > 1)
                     raise UserError(
-                        f"{self.tokens.name} fills no row: its documents{apart} have fewer than {seq + 1} tokens, "
+                        f"{self.tokens.name} fills no row: its documents{within} have fewer than {seq + 1} tokens, "
                         f"of each at most {document or 'all'}; more text, or a smaller seq"
                     )
             begin, end = self._begins[self._document], self._ends[self._document]
             end = min(end, begin + room, begin + document if document else end)
-            found.append((begin, end))
+            row.append((begin, end))
             room -= end - begin
             self._document += 1
-        return found
+        return row
 
     def batch(self, first_sample: int, count: int, *, seq: int, document: int) -> tuple[np.ndarray, np.ndarray]:
-        """A `Rows`."""
+        """Inputs and targets, as `Rows.batch`; (seq, document) must be what `shape` gives for these samples."""
         assert self.shape(first_sample) == (seq, document)
         rows = np.empty((count, seq + 1), np.int32)
         for row in range(count):
-            at = 0
+            filled = 0
             for begin, end in self.spans(first_sample + row):
-                self.tokens.read(begin, rows[row, at : at + end - begin])
-                at += end - begin
+                self.tokens.read(begin, rows[row, filled : filled + end - begin])
+                filled += end - begin
         return rows[:, :-1].copy(), rows[:, 1:].copy()
 
 
 class Validation:
-    """Windows of `seq` targets side by side over a whole stream, in order: every token but the first is a target once.
-
-    The last window is filled up with token 0 and target -1, which the loss ignores. `max_tokens` > 0: only so many
-    targets, in whole windows spread evenly over the stream, so that a short look sees all of it. `separator`: as `Rows` have it."""
+    """Adjacent windows of `seq` targets over a whole stream, in order: every token but the first is a target exactly once. The last
+    window is padded with token 0 and target -1, which the loss ignores. `max_tokens` > 0: only that many targets, in whole windows
+    spread evenly over the stream, so that a short evaluation samples all of it. `separator`: as in `Rows`."""
 
     def __init__(self, tokens: TokenStream, *, seq: int, max_tokens: int = 0, separator: int | None = None) -> None:
         self.separator = separator
@@ -246,12 +241,13 @@ class Validation:
         self.targets = sum(self._valid(window) for window in range(self.windows))
 
     def _valid(self, window: int) -> int:
+        """Number of real (not padded) targets in a window."""
         return min(self.seq, len(self.tokens) - 1 - self._starts[window])
 
     def batch(
         self, first: int, count: int, inputs: np.ndarray | None = None, targets: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Windows [first, first + count), at most up to the last: inputs and targets (windows, seq) int32."""
+        """Windows [first, first + count), up to the last: inputs and targets (windows, seq) int32, in the given arrays if any."""
         count = min(count, self.windows - first)
         inputs = np.empty((count, self.seq), np.int32) if inputs is None else inputs[:count]
         targets = np.empty((count, self.seq), np.int32) if targets is None else targets[:count]
@@ -268,9 +264,9 @@ class Validation:
             yield self.batch(first, count)
 
     def starts(self, first: int, tokens: np.ndarray) -> np.ndarray | None:
-        """Of windows from `first` on, as `Rows` have it."""
+        """Document starts of the tokens, as `Rows.starts`."""
         return None if self.separator is None else document_starts(tokens, self.separator)
 
     def text_bytes(self, byte_lengths: np.ndarray) -> int:
-        """The bytes of text in all targets. The summed loss is divided by them for bits per byte."""
+        """Number of UTF-8 bytes of all targets: the summed loss divided by it and by ln 2 gives bits per byte."""
         return round(sum(float(byte_lengths[targets[targets >= 0]].sum()) for _, targets in self.batches(256)))

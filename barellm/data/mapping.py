@@ -1,8 +1,8 @@
-"""Files read as arrays when they are used, which may be cut short meanwhile.
-
-Reading a page of a map behind the end of its file, or one that its disk cannot give, is the signal SIGBUS, and by default the end
-of the process. Here such a page of one of our maps becomes zeros, the read goes on, and `check` says so: whoever has read calls it
-before the values are used. The handler runs on the thread that reads, at the load that failed, so it may run Python code."""
+"""Memory-mapped files that may be truncated while they are read.
+Reading a page behind the end of the file, or one that the disk cannot deliver, raises SIGBUS, which ends the process by default.
+Here such a page of one of our maps is replaced by zeros and the read continues; `check` reports it and must be called after
+reading, before the values are used. The handler runs synchronously on the reading thread, at the load that failed, so it may run
+Python code."""
 
 import ctypes
 import mmap
@@ -65,8 +65,8 @@ def release() -> None:
 
 
 def check(arrays: Iterable[np.ndarray] | None = None) -> None:
-    """Raise LostFile where this thread has read what was cut off, since it was last told. Pages that became zeros stay so for
-    every reader: one that shares maps with other threads passes the `arrays` that it has read."""
+    """Raise LostFile if this thread has read a lost page since the last check. Lost pages stay zero for all readers, so threads
+    that share maps pass the `arrays` that they have read."""
     if not _lost:
         return
     own, begins = threading.get_ident(), [array.ctypes.data for array in arrays or ()]
@@ -78,7 +78,7 @@ def check(arrays: Iterable[np.ndarray] | None = None) -> None:
 
 @cache
 def _listen() -> None:
-    """Handle SIGBUS, once a process."""
+    """Install the SIGBUS handler, once per process. Faults outside our maps are handed to the handler installed before."""
     libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]

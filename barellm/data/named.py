@@ -1,4 +1,4 @@
-"""Sets of text that have a name: where they are, and how their files come here, whole and checked."""
+"""Data sets that have a name: where they are on the network, and how their files are downloaded and verified."""
 
 import hashlib
 import http.client
@@ -25,8 +25,8 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 
 @dataclass(frozen=True)
 class HubSet:
-    """Parquet files of a data set on the Hugging Face hub, by the beginnings of their paths. Without files for validation the first
-    `val_tokens` tokens are, as in llm.c."""
+    """Parquet files of a data set on the Hugging Face hub, selected by path prefixes (`train`, `val`). If `val` is empty, the first
+    `val_tokens` tokens are for validation, as in llm.c."""
 
     repo: str
     train: str
@@ -53,7 +53,7 @@ def is_named(source: str) -> bool:
 
 
 def tinyshakespeare() -> Path:
-    """The file, from the cache or the network."""
+    """Path of the text, downloaded into the cache unless it is there with the right SHA-256."""
     path = cache_folder("sets") / "tinyshakespeare.txt"
     if not path.is_file() or _sha256(path) != SHAKESPEARE_SHA256:
         try:
@@ -83,25 +83,25 @@ class Remote:
 
 
 def list_files(source: HubSet) -> tuple[str, list[Remote]]:
-    """Gives the revision, and its files: those for validation and then those for training, each sorted."""
+    """The data set's current revision and its files at it: validation files first, then training files, each group sorted."""
     hub = required("huggingface_hub", source.repo)
     api = hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
     folder = source.train.rpartition("/")[0]
     try:
         revision = api.repo_info(source.repo, repo_type="dataset").sha
-        listed = list(api.list_repo_tree(source.repo, folder, repo_type="dataset", revision=revision))
+        entries = list(api.list_repo_tree(source.repo, folder, repo_type="dataset", revision=revision))
     except Exception as error:  # the library has many, from several packages
         raise UserError(f"cannot list {source.repo} on the hub: {type(error).__name__}: {error}") from error
-    stored = [f for f in listed if f.path.endswith(".parquet") and f.lfs]
+    stored = [f for f in entries if f.path.endswith(".parquet") and f.lfs]
     files = sorted((Remote(f.path, f.size, f.lfs.sha256) for f in stored), key=lambda f: f.path)
-    parts = [[f for f in files if prefix and f.path.startswith(prefix)] for prefix in (source.val, source.train)]
-    if not parts[1] or (source.val and not parts[0]):
+    groups = [[f for f in files if prefix and f.path.startswith(prefix)] for prefix in (source.val, source.train)]
+    if not groups[1] or (source.val and not groups[0]):
         raise UserError(f"{source.repo} on the hub has no files {source.train}*: it was changed since barellm was written")
-    return revision, parts[0] + parts[1]
+    return revision, groups[0] + groups[1]
 
 
 class Fetcher:
-    """Brings files into a folder, one ahead of the one that is read."""
+    """Downloads files into a folder, one file ahead of the reader."""
 
     def __init__(self, source: HubSet, revision: str, files: list[Remote], folder: Path, report: Callable[[str], None]) -> None:
         self.source, self.revision, self.folder, self.report = source, revision, folder, report
@@ -110,7 +110,7 @@ class Fetcher:
         self._given_up = threading.Event()
 
     def need(self, path: Path) -> None:
-        """Wait until a file is here, and begin with the next one."""
+        """Block until a file is here, and start the download of the next one in the background. Raises what its download raised."""
         paths = list(self.files)
         for wanted in paths[paths.index(path) :][:2]:
             if wanted not in self._ahead and not wanted.is_file():
@@ -135,24 +135,24 @@ class Fetcher:
             failures.append(error)
 
     def _download(self, wanted: Remote) -> None:
-        """A whole file with the right hash appears at its place. A connection that breaks goes on where it was; a file with a wrong
-        hash is fetched once more."""
+        """Download a file to its place once size and SHA-256 are right. Broken connections resume; a wrong hash is retried once."""
         hub = required("huggingface_hub", wanted.path)
-        hub.utils.disable_progress_bars()  # ours is there
-        incoming, found = self.folder / "incoming", ""
+        hub.utils.disable_progress_bars()  # ours is there  # we print our own
+        incoming, digest = self.folder / "incoming", ""
         self.report(f"fetching {self.source.repo}: {wanted.path} ({wanted.bytes / 1e6:,.1f} MB)")
-        for again in (False, True):
-            path = Path(self._tried(hub, wanted, incoming, again))
-            if path.stat().st_size == wanted.bytes and (found := _sha256(path)) == wanted.sha256:
-                place = self.folder / wanted.path
-                place.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(path, place)
+        for restart in (False, True):
+            path = Path(self._tried(hub, wanted, incoming, restart))
+            if path.stat().st_size == wanted.bytes and (digest := _sha256(path)) == wanted.sha256:
+                target = self.folder / wanted.path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path, target)
                 return
         raise UserError(
-            f"{wanted.path} of {self.source.repo} came twice with sha256 {found[:16]}, the hub lists {wanted.sha256[:16]}"
+            f"{wanted.path} of {self.source.repo} came twice with sha256 {digest[:16]}, the hub lists {wanted.sha256[:16]}"
         )
 
     def _tried(self, hub: Any, wanted: Remote, incoming: Path, again: bool) -> str:
+        """Download with up to TRIES attempts and growing pauses; returns the local path. `again`: restart a partial file."""
         for attempt in range(TRIES):
             try:
                 return hub.hf_hub_download(
@@ -169,7 +169,7 @@ class Fetcher:
 
 @dataclass(frozen=True)
 class FetchedCorpus(Corpus):
-    """A corpus whose files come when they are read, and go when their tokens are written."""
+    """A corpus whose files are downloaded when they are read and deleted when their tokens are written."""
 
     fetcher: Fetcher = field(kw_only=True)
 
@@ -183,7 +183,7 @@ class FetchedCorpus(Corpus):
 
 
 def fetched_corpus(name: str, folder: Path, report: Callable[[str], None]) -> tuple[FetchedCorpus, HubSet]:
-    """The corpus of a name, whose files will come into a folder. Its hash is of the hub's hashes, so nothing is fetched yet."""
+    """The corpus of a named set, to be downloaded into `folder`, and the set. Its hash is of the hub's hashes: no download yet."""
     source = hub_sets()[name]
     revision, files = list_files(source)
     pieces = [Piece(folder / one.path, 0, ENDLESS) for one in files]

@@ -57,7 +57,8 @@ def is_whole(path: Path, layout: Layout) -> bool:
 
 
 def reading_of(path: Path, layout: Layout) -> str:
-    """How a file is read that earlier versions read as another text: cached tokens of those are not these."""
+    """A tag for the cache key of files that earlier versions decoded differently (JSON arrays, CSV, byte-order marks), so that
+    their old cached tokens are not used; "" for all others."""
     kind = format_of(path, layout)
     if kind != "text":
         return f" {kind}" if kind in ("json", "csv", "tsv") else ""
@@ -68,13 +69,13 @@ def reading_of(path: Path, layout: Layout) -> str:
 
 
 def blocks(path: Path, layout: Layout, *, start: int = 0, stop: int | None = None, begins: bool = True) -> Iterator[Block]:
-    """The blocks of [start, stop) of a file. `begins`: whether a document begins at `start`. Documents without text have one
-    empty block."""
+    """Iterate over the text blocks of a file's positions [start, stop). `begins`: whether a document begins at `start`. A document
+    without text gives one empty block."""
     kind = format_of(path, layout)
     try:
         if kind == "text":
-            at, found = text_chunks(path, start, stop)
-            yield from _plain(path, found, layout, at, begins)
+            offset, chunks = text_chunks(path, start, stop)
+            yield from _plain(path, chunks, layout, offset, begins)
         else:
             for text, end in records.texts(path, kind, layout.field, start, stop):
                 yield from _record(text, end)
@@ -83,7 +84,7 @@ def blocks(path: Path, layout: Layout, *, start: int = 0, stop: int | None = Non
 
 
 def documents(found: Iterable[Block]) -> Iterator[str]:
-    """The texts of documents, whatever blocks they come in."""
+    """Join blocks into the texts of their documents."""
     held: list[str] = []
     for block in found:
         if block.begins and held:
@@ -95,7 +96,7 @@ def documents(found: Iterable[Block]) -> Iterator[str]:
 
 
 def each_record(path: Path, *, format: str = "text") -> Iterator[tuple[str, Any]]:
-    """Gives each record of a file, and before it where it stands, for messages. `format`: of a file whose name does not say."""
+    """Iterate over (location for error messages, record) of a file. `format` is used if the file's name has no known suffix."""
     try:
         for where, record, _ in records.records(path, format_of(path, Layout(format=format))):
             yield where, record
@@ -104,7 +105,7 @@ def each_record(path: Path, *, format: str = "text") -> Iterator[tuple[str, Any]
 
 
 class _Buffer:
-    """Bytes that come in chunks; `at` is where the first of those that are left stands in the file."""
+    """A sliding buffer over chunks of bytes; `at` is the file offset of its first byte."""
 
     def __init__(self, found: Iterator[bytes], at: int) -> None:
         self._found, self._held, self._begin = found, b"", 0
@@ -114,14 +115,14 @@ class _Buffer:
         return len(self._held) - self._begin
 
     def reach(self, size: int) -> None:
-        """Hold so many bytes, if there are so many."""
+        """Read until the buffer has `size` bytes or the input ends."""
         while not self.ended and len(self) < size:
             chunk = next(self._found, None)
             self.ended = chunk is None
             self._held, self._begin = self._held[self._begin :] + (chunk or b""), 0
 
     def find(self, part: bytes) -> int:
-        """Where `part` is first in what is held, or -1."""
+        """Index of the first `part` in the buffer, or -1."""
         return max(-1, self._held.find(part, self._begin) - self._begin) if part else -1
 
     def first(self, size: int) -> bytes:
@@ -132,26 +133,26 @@ class _Buffer:
 
 
 def _plain(path: Path, found: Iterator[bytes], layout: Layout, at: int, begins: bool) -> Iterator[Block]:
-    """Blocks of plain text from offset `at` on."""
-    separator, held = layout.separator.encode(), _Buffer(found, at)
+    """Split plain text from file offset `at` on into blocks: a document is one block, or if larger than BLOCK cut between words."""
+    separator, buffer = layout.separator.encode(), _Buffer(found, at)
     while True:
-        place = held.find(separator)
-        if place < 0:  # so much tells whether the document is longer than a block
-            held.reach(BLOCK + len(separator))
-            place = held.find(separator)
-        if not held:
+        index = buffer.find(separator)
+        if index < 0:  # so much tells whether the document is longer than a block
+            buffer.reach(BLOCK + len(separator))
+            index = buffer.find(separator)
+        if not buffer:
             return
-        after = place + len(separator) if place >= 0 else len(held)
-        size = after if place < 0 or layout.keep else place
-        if size <= BLOCK and (place >= 0 or held.ended):
-            text = _decoded(path, held.first(size), held.at)
-            held.drop(after)
-            yield Block(text, begins, True, held.at)
+        after = index + len(separator) if index >= 0 else len(buffer)
+        size = after if index < 0 or layout.keep else index
+        if size <= BLOCK and (index >= 0 or buffer.ended):
+            text = _decoded(path, buffer.first(size), buffer.at)
+            buffer.drop(after)
+            yield Block(text, begins, True, buffer.at)
             begins = True
             continue
-        text = _cut_text(path, held, separator) or _decoded(path, held.first(size), held.at)
-        held.drop(len(text.encode()))
-        yield Block(text, begins, held.ended and not held, held.at)
+        text = _cut_text(path, buffer, separator) or _decoded(path, buffer.first(size), buffer.at)
+        buffer.drop(len(text.encode()))
+        yield Block(text, begins, buffer.ended and not buffer, buffer.at)
         begins = False
 
 
@@ -186,7 +187,6 @@ def _decoded(path: Path, raw: bytes, at: int) -> str:
 
 
 def _whole_characters(path: Path, raw: bytes, at: int) -> str:
-    """The characters that end in `raw`."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         return decoder.decode(raw)

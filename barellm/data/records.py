@@ -1,6 +1,6 @@
-"""Files of records: JSON lines, arrays of JSON, CSV and Parquet. A record is what stands between two places to go on: in JSON lines
-these are bytes of the uncompressed file, else the number of records before. One record is in memory at a time, or a batch of rows.
-"""
+"""Readers of files of records: JSON lines, JSON arrays, CSV/TSV and Parquet. Each record comes with a position from which reading
+can resume: the byte offset behind it in the uncompressed JSON lines, else the number of records up to it. Only one record, or one
+batch of Parquet rows, is in memory at a time."""
 
 import codecs
 import csv
@@ -24,13 +24,14 @@ CUT_END = 16  # characters before the end of what is held in which JSON that goe
 
 
 def preferences(record: dict) -> str:
-    """A hint for a record of preferences, or ""."""
     hint = "; there is no training on preferences (DPO): the chosen text may be the answer to a prompt"
     return hint if record.keys() >= {"chosen", "rejected"} else ""
 
 
 def records(path: Path, kind: str, start: int = 0, stop: int | None = None) -> Iterator[tuple[str, Any, int]]:
-    """Gives of each record in [start, stop) where it stands, for messages, itself, and the place after it."""
+    """Iterate over the records of a file in the positions [start, stop) (see the module's docstring; stop None: to the end). Yields
+    (location for error messages, the parsed record, the position after it). `kind` is the format: jsonl, json, csv, tsv or
+    parquet."""
     if kind == "jsonl":
         at, found = text_chunks(path, start, stop)
         yield from _json_lines(path, found, at)
@@ -45,7 +46,7 @@ def records(path: Path, kind: str, start: int = 0, stop: int | None = None) -> I
 
 
 def texts(path: Path, kind: str, field: str, start: int = 0, stop: int | None = None) -> Iterator[tuple[str, int]]:
-    """The text in a field of each record, and the place after the record. null is a text without characters."""
+    """Iterate over (string in `field`, position after its record) of the records in [start, stop). null counts as ""."""
     if kind == "parquet":
         yield from _parquet(path, field, start, stop)
         return
@@ -54,57 +55,61 @@ def texts(path: Path, kind: str, field: str, start: int = 0, stop: int | None = 
 
 
 def _text(where: str, record: Any, field: str) -> str:
+    """The string in `field` of a record; null gives "". Otherwise a UserError with the fields found and the likely mistake."""
     text = record.get(field, 0) if isinstance(record, dict) else 0
     if text is None:
         return ""
     if not isinstance(text, str):
-        has, hint = type(record).__name__, ""
+        fields, hint = type(record).__name__, ""
         if isinstance(record, dict):
-            has = ", ".join(map(str, record))
-            inner = [key for key, value in record.items() if isinstance(value, list) and value]
-            hint = preferences(record) or (f"; only a list that is the whole file holds records, not {inner[0]!r}" if inner else "")
-        raise UserError(f"{where} has no text in a field {field!r}, it has: {has}{hint}")
+            fields = ", ".join(map(str, record))
+            nested = [key for key, value in record.items() if isinstance(value, list) and value]
+            hint = preferences(record) or (
+                f"; only a list that is the whole file holds records, not {nested[0]!r}" if nested else ""
+            )
+        raise UserError(f"{where} has no text in a field {field!r}, it has: {fields}{hint}")
     need_characters(text, where)
     return text
 
 
 def need_characters(text: str, where: str) -> None:
-    """Raise a UserError, which begins with `where`, for a text with half of a surrogate pair: JSON can write one, UTF-8 cannot."""
+    """Raise a UserError that begins with `where` if the text has an unpaired surrogate, which JSON can write and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):04x}"
-        raise UserError(f"{where} has {half} alone in its text, which is half of a character: expected both halves") from error
+        surrogate = f"\\u{ord(text[error.start]):04x}"
+        raise UserError(f"{where} has {surrogate} alone in its text, which is half of a character: expected both halves") from error
 
 
-def _json_lines(path: Path, found: Iterator[bytes], at: int) -> Iterator[tuple[str, Any, int]]:
-    for number, line in enumerate(_lines(path, found), 1):
-        at += len(line)
+def _json_lines(path: Path, chunks: Iterator[bytes], offset: int) -> Iterator[tuple[str, Any, int]]:
+    """Parse JSON lines from byte chunks, the first of which begins at `offset`. Blank lines are skipped."""
+    for number, line in enumerate(_lines(path, chunks), 1):
+        offset += len(line)
         if line.strip():
             where = f"{path}, line {number}"
             try:
-                yield where, loads(line.decode()), at
+                yield where, loads(line.decode()), offset
             except json.JSONDecodeError as error:
-                # What is missing at the end of the line is not at the beginning of the next one.
+                # A parse error at the line's end is reported at its last character, not on the next line
                 column = min(error.pos, len(error.doc.rstrip())) + 1
                 raise UserError(f"{where} is no JSON: {error.msg} at column {column}") from error
             except ValueError as error:
                 raise UserError(f"{where} is no JSON: {error}") from error
 
 
-def _lines(path: Path, found: Iterator[bytes]) -> Iterator[bytes]:
-    """Lines with their ends, however the bytes come."""
-    held: list[bytes] = []
+def _lines(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Join chunks and split them again at line feeds, which stay at the ends of the lines; a line may span any number of chunks."""
+    partial: list[bytes] = []
     size, limit = 0, LONGEST if is_packed(path) else None
-    for chunk in found:
+    for chunk in chunks:
         first, *others = chunk.split(b"\n")
-        held.append(first)
+        partial.append(first)
         size += len(first)
         _check_length(path, size, limit)
         for line in others:
-            yield b"".join(held) + b"\n"
-            held, size = [line], len(line)
-    if last := b"".join(held):
+            yield b"".join(partial) + b"\n"
+            partial, size = [line], len(line)
+    if last := b"".join(partial):
         yield last
 
 
@@ -113,9 +118,9 @@ def _check_length(path: Path, size: int, limit: int | None) -> None:
         raise UserError(f"{path} has a record of more than {limit} bytes: expected shorter ones, or the file unpacked")
 
 
-def _json(path: Path, found: Iterator[bytes]) -> Iterator[tuple[str, Any]]:
-    """The members of one array, or values that follow each other, as in JSON lines."""
-    text, number = _Text(path, found), 0
+def _json(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[str, Any]]:
+    """Iterate over (location, record) of a JSON file: the elements of one top-level array, or values that follow each other."""
+    text, number = _Text(path, chunks), 0
     array = text.first() == "["
     text.at += array
     more = text.first() not in (("]", "") if array else ("",))
@@ -135,7 +140,7 @@ def _json(path: Path, found: Iterator[bytes]) -> Iterator[tuple[str, Any]]:
 
 
 class _Text:
-    """Text of JSON that comes in pieces; what stands before `at` is done with."""
+    """Incremental JSON reader over chunks of UTF-8: `_held` is the decoded buffer, `at` the read position in it."""
 
     def __init__(self, path: Path, found: Iterator[bytes]) -> None:
         self.at = 0
@@ -151,15 +156,18 @@ class _Text:
                 return self._held[self.at : self.at + 1]
 
     def value(self, where: str) -> Any:
-        """The value that comes next. What is held may end inside it: then it is tried again with twice as much."""
+        """Parse the next JSON value; `where` begins error messages. The buffer may end inside the value: then it is doubled
+        (`_more`) and the parse is repeated, so the total work stays linear in the value's length."""
         self.first()
         while True:
-            found, end, wrong = None, 0, None
+            value, end, wrong = None, 0, None
             try:
-                found, end = DECODER.raw_decode(self._held, self.at)
-                cut = end == len(self._held) and not isinstance(found, dict | list | str)
+                value, end = DECODER.raw_decode(self._held, self.at)
+                # A number or word at the buffer's end may go on: 12 of 123
+                cut = end == len(self._held) and not isinstance(value, dict | list | str)
             except json.JSONDecodeError as error:
                 wrong = f"{error.msg} at character {error.pos - self.at + 1}"
+                # The parser failed where the buffer ends, so more text may mend it
                 cut = error.msg.startswith("Unterminated string") or error.pos > len(self._held) - CUT_END
             except ValueError as error:
                 wrong, cut = str(error), False
@@ -170,69 +178,71 @@ class _Text:
             if wrong:
                 raise UserError(f"{where} is no JSON: {wrong}")
             self.at = end
-            return found
+            return value
 
     def _more(self) -> bool:
-        """Hold at least twice of what is left; False at the end of the file."""
-        left = len(self._held) - self.at
-        _check_length(self._path, left, self._limit)
+        """Drop what was parsed and read until the unparsed rest has at least doubled; False if the file has no more text."""
+        unparsed = len(self._held) - self.at
+        _check_length(self._path, unparsed, self._limit)
         new: list[str] = []
-        size = 0
-        while size < max(left, 1) and (chunk := next(self._found, None)) is not None:
+        added = 0
+        while added < max(unparsed, 1) and (chunk := next(self._found, None)) is not None:
             try:
                 new.append(self._decoder.decode(chunk))
             except UnicodeDecodeError as error:
                 raise not_utf8(self._path, error, self._read - len(error.object) + len(chunk)) from error
             self._read += len(chunk)
-            size += len(new[-1])
-        if not size and self._decoder.getstate()[0]:
+            added += len(new[-1])
+        if not added and self._decoder.getstate()[0]:
             raise UserError(f"{self._path} is not UTF-8 text: it ends inside a character")
-        if size:
+        if added:
             self._held, self.at = self._held[self.at :] + "".join(new), 0
-        return size > 0
+        return added > 0
 
 
-def _csv(path: Path, found: Iterator[bytes], delimiter: str) -> Iterator[tuple[str, Any]]:
-    """The rows under the header, by its names. A cell in quotes may have line ends, which stay as they are."""
+def _csv(path: Path, chunks: Iterator[bytes], delimiter: str) -> Iterator[tuple[str, Any]]:
+    """Iterate over (location, {column name: cell}) of the rows below the header. Quoted cells may contain line ends, which are
+    kept. Blank lines are skipped; a row with another number of cells than the header is a UserError."""
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST))
 
     def lines() -> Iterator[str]:
-        at = 0
-        for line in _lines(path, found):
+        offset = 0
+        for line in _lines(path, chunks):
             try:
                 yield line.decode()
             except UnicodeDecodeError as error:
-                raise not_utf8(path, error, at) from error
-            at += len(line)
+                raise not_utf8(path, error, offset) from error
+            offset += len(line)
 
-    rows, header, begins = csv.reader(lines(), delimiter=delimiter, strict=True), None, 1
+    rows, header, first_line = csv.reader(lines(), delimiter=delimiter, strict=True), None, 1
     try:
         for row in rows:
-            where, begins = f"{path}, line {begins}", rows.line_num + 1
+            where, first_line = f"{path}, line {first_line}", rows.line_num + 1
             if not row:
                 continue
             if header is None:
                 header = row
-                if twice := [name for name in header if name and header.count(name) > 1]:
-                    raise UserError(f"{where} has the column {twice[0]!r} twice, expected a name for each")
+                if duplicates := [name for name in header if name and header.count(name) > 1]:
+                    raise UserError(f"{where} has the column {duplicates[0]!r} twice, expected a name for each")
                 continue
             if len(row) != len(header):
                 raise UserError(f"{where} has {len(row)} columns, expected the {len(header)} of the header")
             yield where, dict(zip(header, row, strict=True))
     except csv.Error as error:
-        raise UserError(f"{path}, line {begins} is no CSV: {error}") from error
+        raise UserError(f"{path}, line {first_line} is no CSV: {error}") from error
 
 
 def _batches(path: Path, field: str = "", start: int = 0, stop: int | None = None) -> Iterator[tuple[int, Any]]:
-    """Batches of rows, of one column or with all, and how many rows are before each; those that have none of [start, stop) may be
-    left out."""
+    """Iterate over (index of the first row, Arrow record batch) of a Parquet file, with the text column `field` only, or all
+    columns for "". Row groups that lie outside [start, stop) are skipped unread; other rows outside must be filtered by the
+    caller."""
     library = required("pyarrow.parquet", path.name)
     arrow = required("pyarrow", path.name)
     try:
         with library.ParquetFile(path) as file:
             schema = file.schema_arrow
             if field and (field not in schema.names or not _is_text(arrow, schema.field(field).type)):
-                columns = ", ".join(f"{one.name} ({one.type})" for one in schema)
+                columns = ", ".join(f"{column.name} ({column.type})" for column in schema)
                 raise UserError(f"{path} has no column {field!r} of text, it has: {columns}")
             row = 0
             for group in range(file.num_row_groups):
@@ -244,7 +254,7 @@ def _batches(path: Path, field: str = "", start: int = 0, stop: int | None = Non
                     yield row, batch
                     row += batch.num_rows
     except (arrow.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno:
+        if isinstance(error, OSError) and error.errno:  # the system's error (no such file, no permission), not a damaged file
             raise
         raise UserError(f"{path} is no whole Parquet file: {error}") from error
 
@@ -268,7 +278,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any, int]]:
 
 
 def _is_text(arrow: Any, kind: Any) -> bool:
-    """Whether a column's cells are text: of any of Arrow's kinds, bytes of UTF-8, or null alone."""
+    """Whether an Arrow column holds text: a string type, binary (taken as UTF-8), null, or a dictionary of these."""
     if arrow.types.is_dictionary(kind):
         kind = kind.value_type
     names = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")
@@ -276,6 +286,7 @@ def _is_text(arrow: Any, kind: Any) -> bool:
 
 
 def _cell(path: Path, cell: Any, row: int) -> str:
+    """The text of one cell of a Parquet column; null gives ""."""
     try:
         text = cell.as_py()
         return text.decode() if isinstance(text, bytes) else text or ""

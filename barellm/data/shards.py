@@ -35,7 +35,7 @@ def shard_header(magic: int, tokens: int) -> bytes:
 
 
 def write_shard(path: Path, blocks: Iterable[np.ndarray], *, magic: int) -> int:
-    """Writes one shard, whole or not at all; returns its number of tokens. The blocks may be of any integer dtype."""
+    """Write one shard atomically; returns its number of tokens. The blocks may have any integer dtype."""
     dtype = FORMATS[magic][1]
     count = 0
     with cache.new_file(path) as file:
@@ -50,7 +50,7 @@ def write_shard(path: Path, blocks: Iterable[np.ndarray], *, magic: int) -> int:
 
 
 def open_shard(path: Path) -> np.ndarray:
-    """The tokens of a shard as a read-only map, uint16 or uint32. UserError if it is not exactly llm.c's format."""
+    """The tokens of a shard as a read-only memory map, uint16 or uint32. UserError unless it is exactly llm.c's format."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -74,7 +74,7 @@ def open_shard(path: Path) -> np.ndarray:
 
 
 def inspect_shard(path: Path) -> tuple[int, str]:
-    """The largest token id and a digest of the tokens: one pass at memory speed, remembered for big files."""
+    """(largest token id, xxh3 digest) of a shard, in one pass; cached on disk for big files."""
 
     def walk() -> dict:
         tokens, digest, largest = open_shard(path), xxhash.xxh3_128(), 0
@@ -90,8 +90,7 @@ def inspect_shard(path: Path) -> tuple[int, str]:
 
 
 def remembered(path: Path, compute: Callable[[], dict], *, about: str = "") -> dict:
-    """`compute()`, or for a big file its earlier result, under the name `about`, while path, size and modification time are the
-    same."""
+    """`compute()`, cached on disk for big files while path, size, inode and time are the same. `about`: what else matters."""
     stat = path.stat()
     if stat.st_size < MEMO_BYTES:
         return compute()

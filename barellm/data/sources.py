@@ -1,4 +1,4 @@
-"""The way from what the user names (`stdlib`, text, shards) to two streams of tokens and a tokenizer."""
+"""From what the user names (`stdlib`, text, shards, examples) to a data set: training tokens, validation tokens and a tokenizer."""
 
 import hashlib
 import re
@@ -32,8 +32,7 @@ def nobody(done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class Dataset:
-    """The tokens to train on and the tokens to validate on. `hash` is that of both and the tokenizer: equal hashes mean equal
-    batches."""
+    """Training and validation tokens. `hash` covers both and the tokenizer: equal hashes mean equal batches."""
 
     name: str
     tokenizer: Tokenizer
@@ -45,8 +44,8 @@ class Dataset:
     masked: bool = False  # whether a token sees its own document or example alone
 
     def validation(self, *, seq: int, max_tokens: int = 0, first: bool = False) -> loader.Validation | ExampleValidation:
-        """Rows to evaluate on: of a text all tokens, of examples the answers. `max_tokens` > 0: about so many, spread evenly; with
-        `first` exactly the first ones, or all where there are fewer."""
+        """Rows to evaluate on: all tokens of a text, or the answers of examples. `max_tokens` > 0: about that many, spread evenly
+        over the data; with `first` exactly the first ones, or all if there are fewer."""
         if self.examples is None and first and 0 < max_tokens < len(self.val):
             return loader.Validation(self.val.slice(0, max_tokens + 1, name=self.val.name), seq=seq, separator=self.separator)
         if self.examples is None:
@@ -68,8 +67,8 @@ class Dataset:
 
     @cached_property
     def byte_lengths(self) -> np.ndarray | None:
-        """(vocab_size,) bytes of text in each id; None where nothing says them (shards train without). Where a tokenizer changes
-        texts they are of the text that was there before: all of `val` comes to its bytes."""
+        """Bytes of text per token id, (vocab_size,); None if unknown (shards may have no tokenizer). For a tokenizer that
+        normalizes text the lengths are rescaled so that the validation tokens add up to the bytes of the original text."""
         try:
             lengths = self.tokenizer.byte_lengths
         except UserError:
@@ -79,12 +78,12 @@ class Dataset:
         if self.text_bytes is None:
             return None
         if self.examples is None:
-            counted = sum(
+            decoded_bytes = sum(
                 int(lengths[self.val.array(at, min(at + BLOCK, len(self.val)))].sum()) for at in range(0, len(self.val), BLOCK)
             )
         else:
-            counted = int(lengths[self.examples[1].tokens[self.examples[1].answer]].sum())
-        return lengths * (self.text_bytes[1] / max(1, counted))
+            decoded_bytes = int(lengths[self.examples[1].tokens[self.examples[1].answer]].sum())
+        return lengths * (self.text_bytes[1] / max(1, decoded_bytes))
 
     @property
     def no_text(self) -> str:
@@ -98,11 +97,9 @@ def prepare(
     report: Report | None = None, progress: Progress | None = None,
 ) -> Dataset:  # fmt: skip
     """The data set that a configuration names; text is tokenized once and cached.
-
-    `tokenizer`: use this one (a checkpoint's) instead of making it. `asked` False: `data.tokenizer` is only what a preset has, so
-    shards that say their own are taken with that. `whole`: nothing is cut off for training, all of it is in `val`. `report`
-    gets a line for each thing that takes seconds, `progress` (bytes done, bytes in all) while text is tokenized. UserError for
-    whatever is wrong with the source."""
+    `tokenizer`: use this one (a checkpoint's) instead of making it. `requested` False: `data.tokenizer` is only a preset's default,
+    so shards with a saved tokenizer use that. `whole`: no training split, everything is in `val`. `report` gets a line for each
+    slow task, `progress` (bytes done, bytes in all) during tokenization. UserError for whatever is wrong with the source."""
     if tokenizer is None:
         kinds.check_kind(data.tokenizer)
     report = report or (lambda line: None)
@@ -110,32 +107,32 @@ def prepare(
     if not shards and (paths := forms.example_files(data.source)):
         return _from_examples(data, paths, tokenizer, whole)
     if shards:
-        found = _from_shards(data, shards, tokenizer, requested)
-        return _whole(found) if whole else found
+        dataset = _from_shards(data, shards, tokenizer, requested)
+        return _whole(dataset) if whole else dataset
     corpus = _uncut(data.source, report) if whole else find_text([data.source], data.val_fraction, report=report)
     tokenizer = tokenizer or corpus_tokenizer(corpus, data.tokenizer, bpe_vocab=data.bpe_vocab, report=report)
     return _from_text(corpus, tokenizer, report, progress or nobody)
 
 
 def _from_examples(data: DataConfig, paths: list[Path], tokenizer: Tokenizer | None, whole: bool) -> Dataset:
-    """Prompts and answers: small enough to be tokenized anew each time."""
+    """The data set of fine-tuning examples, which are small enough to be tokenized anew each time."""
     if data.order not in ("epoch", "random"):
         raise UserError(f"data.order is {data.order!r}, and {data.source} has prompts and answers, expected epoch or random")
     path = data.source
 
-    def made(texts: Callable[[], Iterator[str]]) -> Tokenizer:
+    def make(texts: Callable[[], Iterator[str]]) -> Tokenizer:
         return tokenizer or kinds.make_tokenizer(data.tokenizer, texts, bpe_vocab=data.bpe_vocab)
 
-    train, val, used, digest = split(paths, path, 1.0 if whole else data.val_fraction, made)
+    train, val, used, digest = split(paths, path, 1.0 if whole else data.val_fraction, make)
     parts = []
     for examples, what in ((train, "training"), (val, "validation")):
-        known = [examples.tokens] if len(examples) else []
-        parts.append(TokenStream(known, name=f"{what} part of {path}"))
-    counted = int(train.answer.sum() + val.answer.sum())
-    name = f"{path}: {len(train) + len(val):,} examples; the loss is of their answers alone, {counted:,} tokens"
-    form = sorted(used.conventions.templates.items()) or ""
-    form = f"{form} marked" if templates.has_marks(used.conventions.templates.get("default", "")) else form
-    key = hashlib.sha256(f"examples {digest} {len(train)} {used.hash}{form}".encode()).hexdigest()[:32]
+        arrays = [examples.tokens] if len(examples) else []
+        parts.append(TokenStream(arrays, name=f"{what} part of {path}"))
+    answer_tokens = int(train.answer.sum() + val.answer.sum())
+    name = f"{path}: {len(train) + len(val):,} examples; the loss is of their answers alone, {answer_tokens:,} tokens"
+    template = sorted(used.conventions.templates.items()) or ""
+    template = f"{template} marked" if templates.has_marks(used.conventions.templates.get("default", "")) else template
+    key = hashlib.sha256(f"examples {digest} {len(train)} {used.hash}{template}".encode()).hexdigest()[:32]
     both = (train, val)
     sizes = (int(train.text_bytes.sum()), int(val.text_bytes.sum()))
     return Dataset(name=name, tokenizer=used, train=parts[0], val=parts[1], hash=key, text_bytes=sizes, examples=both)
@@ -163,8 +160,8 @@ def find_text(
     report: Report = lambda line: None,
     reported: Progress = nobody,
 ) -> Corpus:
-    """The corpus of `stdlib`, or of the files that the sources name, in that order. `report` gets a line about files that a folder
-    holds and nobody reads, `told` how many bytes of how many were looked through."""
+    """The corpus of `stdlib`, or of the files that the sources name, in that order. `report` gets a line about files that were
+    skipped, `reported` the bytes scanned so far and in all."""
     if "stdlib" in sources:
         if len(sources) > 1:
             raise UserError("source 'stdlib' stands alone: it is split by files, text files by characters")
@@ -177,7 +174,7 @@ def find_text(
 
 
 def find_shards(source: str) -> list[Path]:
-    """The .bin files that a source names: one, or those of a folder, sorted; none for text."""
+    """The .bin shards that a source names: one file, or a folder's, sorted; [] for text."""
     if source == "stdlib" or not Path(source or ".").expanduser().exists():
         return []
     path = existing(source)
@@ -190,7 +187,7 @@ def find_shards(source: str) -> list[Path]:
 
 
 def corpus_tokenizer(corpus: Corpus, name: str, *, bpe_vocab: int, report: Report) -> Tokenizer:
-    """The tokenizer of that kind for a corpus: chars knows all its characters, bpe learns from the training part."""
+    """The tokenizer of a kind for a corpus: "chars" takes the characters of all text, "bpe" is trained on the training split."""
 
     def training_texts() -> Iterator[str]:
         report(f"training a BPE of {bpe_vocab} tokens on {corpus.name}")
@@ -203,23 +200,23 @@ def corpus_tokenizer(corpus: Corpus, name: str, *, bpe_vocab: int, report: Repor
 
 
 def _from_text(corpus: Corpus, tokenizer: Tokenizer, report: Report, progress: Progress) -> Dataset:
-    """Opens the cached tokens of a corpus; makes them first if they are not there or not whole."""
+    """Open the cached tokens of a corpus; tokenize it first if they are missing or damaged."""
     key = hashlib.sha256(f"tokens {FORMAT} {corpus.hash} {tokenizer.hash}".encode()).hexdigest()[:32]
     folder = cache.cache_folder("tokens")
-    found = folder / key
-    if found.exists():
+    target = folder / key
+    if target.exists():
         try:
-            return _cached(corpus, tokenizer, found, key)
+            return _cached(corpus, tokenizer, target, key)
         except UserError:  # damaged: make it again
-            shutil.rmtree(found, ignore_errors=True)
+            shutil.rmtree(target, ignore_errors=True)
     report(f"tokenizing {corpus.name} ({tokenizer.name}, {tokenizer.vocab_size} ids)")
     cache.sweep(folder)
     try:
-        with cache.new_folder(found) as made:
-            writing.write_split(made, writing.Job(corpus, tokenizer, "tokens"), progress=progress)
+        with cache.new_folder(target) as temporary:
+            writing.write_split(temporary, writing.Job(corpus, tokenizer, "tokens"), progress=progress)
     except FileExistsError:
         pass  # another process made the same
-    return _cached(corpus, tokenizer, found, key)
+    return _cached(corpus, tokenizer, target, key)
 
 
 def _cached(corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str) -> Dataset:
@@ -241,17 +238,19 @@ def _text_bytes(folder: Path) -> tuple[int, int] | None:
 
 
 def _from_shards(data: DataConfig, shards: list[Path], tokenizer: Tokenizer | None, requested: bool) -> Dataset:
+    """The data set of .bin shards. Names with `train` and `val` decide the split; without them the last `val_fraction` of the
+    tokens is for validation. A manifest beside them, if there is one, is verified."""
     tokenizer = _shard_tokenizer(data.tokenizer, shards[0].parent, tokenizer, requested)
     folder = existing(data.source)
-    listed = folder.is_dir() and (folder / writing.MANIFEST).exists()
+    has_manifest = folder.is_dir() and (folder / writing.MANIFEST).exists()
     if not folder.is_dir() and (part := _part(shards[0])):
         # The other part of tiny_shakespeare_train.bin is tiny_shakespeare_val.bin beside it.
-        other = {"train": "val", "val": "train"}[part]
-        sibling = shards[0].with_name(re.sub(rf"(?<![a-z]){part}(?![a-z])", other, shards[0].name.lower()))
+        other_part = {"train": "val", "val": "train"}[part]
+        sibling = shards[0].with_name(re.sub(rf"(?<![a-z]){part}(?![a-z])", other_part, shards[0].name.lower()))
         shards += [sibling] if sibling.is_file() else []
     train, val = _parts(shards)
     inspected = _inspected(shards, tokenizer)
-    if listed:
+    if has_manifest:
         writing.check_manifest(folder, inspected, tokenizer)
     digests = [digest for _, digest in inspected.values()]
     described = f"{data.source} ({len(shards)} shard{'s' if len(shards) > 1 else ''})"
@@ -267,24 +266,25 @@ def _from_shards(data: DataConfig, shards: list[Path], tokenizer: Tokenizer | No
         val_stream = whole.slice(cut, len(whole), name=f"validation part of {described}")
     identity = f"shards {FORMAT} {digests} {len(train_stream)} {tokenizer.hash}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:32]
-    sizes = _text_bytes(folder) if listed and train and val else None
+    sizes = _text_bytes(folder) if has_manifest and train and val else None
     return Dataset(name=described, tokenizer=tokenizer, train=train_stream, val=val_stream, hash=key, text_bytes=sizes)
 
 
 def _shard_tokenizer(name: str, folder: Path, given: Tokenizer | None, requested: bool) -> Tokenizer:
-    """The tokenizer saved beside the shards, which must be the one asked for, if one is; else one that needs no text."""
+    """The tokenizer saved beside the shards (must equal the given or requested one, if any); else one that can be made without
+    text."""
     saved = kinds.load_tokenizer(folder) if (folder / FILE).is_file() else None
     if saved and given and given.name == Ids.name:  # weights that nothing is known of
         return kinds.fitting(saved, given.rows, folder)
     if saved and not given and (name == saved.name or not requested):
         return saved
     if not given and name in ("bpe", "chars"):
-        made = f"were made with tokenizer {saved.name!r}" if saved else f"have no {FILE} beside them (llm.c's: gpt2)"
-        raise UserError(f"shards in {folder} {made}, data.tokenizer is {name!r}")
+        how = f"were made with tokenizer {saved.name!r}" if saved else f"have no {FILE} beside them (llm.c's: gpt2)"
+        raise UserError(f"shards in {folder} {how}, data.tokenizer is {name!r}")
     wanted = given or kinds.make_tokenizer(name, list)
     if saved and saved.hash != wanted.hash:
-        both = f"{saved.name} ({saved.hash[:16]}), not {wanted.name} ({wanted.hash[:16]})"
-        raise UserError(f"shards in {folder} were made with tokenizer {both}")
+        mismatch = f"{saved.name} ({saved.hash[:16]}), not {wanted.name} ({wanted.hash[:16]})"
+        raise UserError(f"shards in {folder} were made with tokenizer {mismatch}")
     return wanted
 
 
@@ -300,15 +300,15 @@ def _parts(shards: list[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def _inspected(shards: list[Path], tokenizer: Tokenizer) -> dict[Path, tuple[int, str]]:
-    """{path: (tokens, digest)}. Refuses shards with an id that the tokenizer does not have."""
-    found = {}
+    """Scan the shards: {path: (tokens, digest)}. UserError for a token id beyond the tokenizer or the model's embedding."""
+    inspected = {}
     for path in shards:
         count = len(open_shard(path))
         largest, digest = inspect_shard(path)
         if largest >= min(tokenizer.vocab_size, tokenizer.rows or tokenizer.vocab_size):
-            known = f"tokenizer {tokenizer.name} ({tokenizer.vocab_size} ids)"
+            vocabulary = f"tokenizer {tokenizer.name} ({tokenizer.vocab_size} ids)"
             if largest < tokenizer.vocab_size:
-                known = f"the model ({tokenizer.rows} rows)"
-            raise UserError(f"{path} has token id {largest}, beyond the vocabulary of {known}")
-        found[path] = count, digest
-    return found
+                vocabulary = f"the model ({tokenizer.rows} rows)"
+            raise UserError(f"{path} has token id {largest}, beyond the vocabulary of {vocabulary}")
+        inspected[path] = count, digest
+    return inspected

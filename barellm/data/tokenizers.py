@@ -1,8 +1,6 @@
-"""A tokenizer is a table of byte strings and a way to cut text into them. data/kinds.py knows all kinds of them.
-
-The bytes of a text's tokens, joined, are the text's UTF-8. So decoding, the bytes that a range of tokens stands for (bits per byte)
-and the streaming decoder are one piece of code for all. A tokenizer that is not `exact` gives some texts back changed: it has
-normalized them, or put a space before them."""
+"""Tokenizers: a table of byte strings, and a way to split text into them (data/kinds.py lists all kinds).
+The bytes of a text's tokens, joined, are its UTF-8. So decoding, bytes per token (for bits per byte) and streaming decoding are
+shared by all kinds. A tokenizer that is not `exact` changes some texts: it normalizes them or puts a space before them."""
 
 from __future__ import annotations
 
@@ -42,14 +40,14 @@ class Tokenizer(chats.Chats):
     unused: Sequence[int] = ()  # ids below vocab_size that stand for no token
 
     def encode(self, text: str, *, special: bool = False) -> np.ndarray:
-        """Ids of a text, int32. A special token's name in it is text, with `special` the token. UserError for what has no UTF-8 or
-        no id."""
+        """Token ids of a text, int32. Names of special tokens in it are plain text unless `special`. UserError for text without
+        UTF-8 or id."""
         if not special or not self.special:
             return self.encode_many([text])[0]
         names = re.compile(f"({'|'.join(map(re.escape, sorted(self.special, key=len, reverse=True)))})")
         parts = [part for part in names.split(text) if part]
         ids = [[self.special[part]] if part in self.special else self.encode(part) for part in parts]
-        return np.concatenate([np.empty(0, np.int32), *(np.array(one, np.int32) for one in ids)])
+        return np.concatenate([np.empty(0, np.int32), *(np.array(part_ids, np.int32) for part_ids in ids)])
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of several texts, in parallel where the kind can."""
@@ -125,7 +123,6 @@ class Tokenizer(chats.Chats):
         return np.array([len(token) for token in self.tokens], np.int64)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of text that one id stands for."""
         return self.tokens[self._checked([token])[0]]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
@@ -147,8 +144,7 @@ class Tokenizer(chats.Chats):
         return checked
 
     def save(self, folder: Path) -> None:
-        """Writes tokenizer.json into a folder, and `files` beside it; `load_tokenizer` needs no other file to give the tokenizer
-        back."""
+        """Write tokenizer.json into a folder, and `files` beside it: all that `load_tokenizer` needs."""
         tokens = [base64.b64encode(token).decode() for token in self.tokens]
         self._write(folder, tokens)
 

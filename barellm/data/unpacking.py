@@ -19,7 +19,7 @@ WIDE_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\xff\xfe\0\0": "UT
 
 
 def required(package: str, what: str) -> Any:
-    """A package of the extra `data`."""
+    """Import a package of the extra `data`, or raise a UserError that tells how to install it."""
     try:
         return resolve_name(package)
     except ModuleNotFoundError as error:
@@ -38,8 +38,8 @@ def is_packed(path: Path) -> bool:
 
 
 def text_chunks(path: Path, start: int = 0, stop: int | None = None) -> tuple[int, Iterator[bytes]]:
-    """The uncompressed bytes [start, stop) of a file of UTF-8 and where they begin: behind a byte-order mark, which is no text.
-    UserError for UTF-16 and UTF-32."""
+    """Open UTF-8 text: the offset of its first byte (behind a byte-order mark) and its uncompressed bytes from there, limited to
+    [start, stop). UserError for UTF-16 and UTF-32, with or without a mark."""
     found = chunks(path, start)
     if start:
         return start, _limited(found, stop, start)
@@ -61,7 +61,7 @@ def text_chunks(path: Path, start: int = 0, stop: int | None = None) -> tuple[in
 
 
 def chunks(path: Path, start: int = 0) -> Iterator[bytes]:
-    """The uncompressed bytes of a file from `start` on. UserError where a compressed file is damaged or cut short."""
+    """Iterate over the uncompressed bytes of a file from `start` on. UserError where a compressed file is damaged."""
     if not is_packed(path):
         with open(path, "rb") as file:
             file.seek(start)
@@ -85,20 +85,21 @@ def _gzip(path: Path) -> Iterator[bytes]:
 
 
 def _zstd(path: Path) -> Iterator[bytes]:
+    """Decompress .zst frames in chunks. The window is limited by the file's size, so a crafted file cannot allocate more."""
     library = required("zstandard", path.name)
     window = min(1 << 31, max(WINDOW, LARGE_WINDOW * path.stat().st_size))
-    unpacker, inside = library.ZstdDecompressor(max_window_size=window).decompressobj(), False
-    held, size = [], 0
+    unpacker, in_frame = library.ZstdDecompressor(max_window_size=window).decompressobj(), False
+    buffered, size = [], 0
     try:
         with open(path, "rb") as file:
             while chunk := file.read(FED):
                 while chunk:
-                    held.append(unpacker.decompress(chunk))
-                    size += len(held[-1])
+                    buffered.append(unpacker.decompress(chunk))
+                    size += len(buffered[-1])
                     if size >= CHUNK:
-                        yield from _pieces(held)
-                        held, size = [], 0
-                    chunk, inside = unpacker.unused_data, not unpacker.eof
+                        yield from _pieces(buffered)
+                        buffered, size = [], 0
+                    chunk, in_frame = unpacker.unused_data, not unpacker.eof
                     if unpacker.eof:
                         unpacker = library.ZstdDecompressor(max_window_size=window).decompressobj()
     except library.ZstdError as error:
@@ -108,8 +109,8 @@ def _zstd(path: Path) -> Iterator[bytes]:
                 "expected one that zstd wrote without --long"
             ) from error
         raise UserError(f"{path} is no whole zstd file: {error}") from error
-    yield from _pieces(held)
-    if inside:
+    yield from _pieces(buffered)
+    if in_frame:
         raise UserError(f"{path} is no whole zstd file: it ends inside a frame")
 
 
@@ -120,7 +121,7 @@ def _pieces(held: list[bytes]) -> Iterator[bytes]:
 
 
 def _limited(found: Iterator[bytes], stop: int | None, at: int) -> Iterator[bytes]:
-    """The bytes before `stop` of those that begin at `at`."""
+    """Truncate chunks, the first of which begins at offset `at`, at offset `stop` (None: no limit)."""
     for chunk in found:
         if stop is not None and at + len(chunk) >= stop:
             yield chunk[: max(0, stop - at)]

@@ -1,4 +1,4 @@
-"""A corpus becomes shards, a tokenizer and the file that says what they are. Whoever is stopped on the way can go on."""
+"""Tokenize a corpus into shards, with the tokenizer and a manifest beside them. An interrupted job can be resumed."""
 
 import contextlib
 import glob
@@ -28,8 +28,8 @@ SYNC_S = 5.0  # seconds of work that a killed process may lose
 
 
 class ShardWriter:
-    """Shards `stem_val_000000.bin`, `stem_train_000001.bin` and so on, which are filled one after the other. `counts`: the tokens
-    of each part that are there already; what lies behind them is thrown away."""
+    """Writes shards `stem_val_000000.bin`, `stem_train_000001.bin` and so on, one after the other. `counts`: the tokens of each
+    part that earlier runs completed; files are truncated to them, which drops what a killed process wrote after its last state."""
 
     def __init__(self, folder: Path, stem: str, *, magic: int, shard_tokens: int, counts: dict[str, int]) -> None:
         self.folder, self.stem, self.magic, self.shard_tokens = folder, stem, magic, shard_tokens
@@ -45,7 +45,6 @@ class ShardWriter:
             path.unlink()
 
     def _expected(self) -> dict[Path, int]:
-        """{path: tokens} of the shards."""
         found = {}
         for part, count in self.counts.items():
             for number, begin in enumerate(range(0, count, self.shard_tokens), FIRST[part]):
@@ -56,9 +55,10 @@ class ShardWriter:
         return self.folder / f"{self.stem}_{part}_{number:06d}.bin"
 
     def write(self, part: str, tokens: np.ndarray) -> None:
+        """Append tokens to a part ("val" or "train"), beginning a new shard whenever one is full."""
         while len(tokens):
-            number, at = divmod(self.counts[part], self.shard_tokens)
-            piece, tokens = np.split(tokens, [self.shard_tokens - at])
+            number, offset = divmod(self.counts[part], self.shard_tokens)
+            piece, tokens = np.split(tokens, [self.shard_tokens - offset])
             path = self._path(part, FIRST[part] + number)
             with cache.writing(path):
                 if self._file is None or self._file.name != str(path):
@@ -70,7 +70,6 @@ class ShardWriter:
             self.counts[part] += len(piece)
 
     def sync(self) -> None:
-        """See to it that all is on disk."""
         if self._file is not None:
             with cache.writing(Path(self._file.name)), self._file as file:
                 file.flush()
@@ -101,7 +100,6 @@ class Job:
 
     @property
     def identity(self) -> str:
-        """A hash of all that the bytes of the result depend on."""
         made_of = [FORMAT, self.corpus.hash, self.tokenizer.hash, self.stem, self.shard_tokens, self.val_tokens]
         return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
 
@@ -133,51 +131,52 @@ class State:
 def write_split(
     folder: Path, job: Job, *, state: Path | None = None, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> dict[str, Any]:
-    """Fills a folder and returns the content of its manifest. `state`: a file in which the work done so far is noted, to go on from
-    there; UserError if it is another job's. `progress` hears of bytes of text: done, and in all or 0 where nobody knows."""
+    """Tokenize a job's corpus into `folder` and return the manifest's content. `state`: file in which progress is saved and from
+    which it resumes; UserError if it belongs to another job. `progress` gets the bytes of text done and in all (0: unknown)."""
     corpus, tokenizer = job.corpus, job.tokenizer
-    at = _read_state(state, job) if state and state.exists() else State(job.identity)
+    done = _read_state(state, job) if state and state.exists() else State(job.identity)
     folder.mkdir(parents=True, exist_ok=True)
-    writer = ShardWriter(folder, job.stem, magic=magic_for(tokenizer.vocab_size), shard_tokens=job.shard_tokens, counts=at.counts)
+    writer = ShardWriter(folder, job.stem, magic=magic_for(tokenizer.vocab_size), shard_tokens=job.shard_tokens, counts=done.counts)
     pieces = [*corpus.val, *corpus.train]
 
-    def note() -> None:
+    def save() -> None:
         if state:
             writer.sync()
             with cache.new_file(state) as file:
-                file.write(json.dumps(asdict(at)).encode())
-        corpus.forget(pieces[: at.piece])
+                file.write(json.dumps(asdict(done)).encode())
+        corpus.forget(pieces[: done.piece])
 
-    noted = time.monotonic()
+    saved = time.monotonic()
     try:
-        for group in encoding.encoded(corpus, tokenizer, pieces, at.place):
-            own = group.first < len(corpus.val)
-            room = job.val_tokens - writer.counts["val"] if job.val_tokens else len(group.tokens) * own
-            writer.write("val", group.tokens[: max(0, room)])
-            writer.write("train", group.tokens[max(0, room) :])
-            at = State(
+        for group in encoding.encoded(corpus, tokenizer, pieces, done.place):
+            is_val = group.first < len(corpus.val)
+            val_room = job.val_tokens - writer.counts["val"] if job.val_tokens else len(group.tokens) * is_val
+            writer.write("val", group.tokens[: max(0, val_room)])
+            writer.write("train", group.tokens[max(0, val_room) :])
+            done = State(
                 job.identity,
                 *(group.next.piece, group.next.at, group.next.begins, writer.counts["val"], writer.counts["train"]),
-                documents=at.documents + group.documents,
-                empty_documents=at.empty_documents + group.empty,
-                text_bytes=at.text_bytes + group.bytes,
-                val_bytes=at.val_bytes + round(group.bytes * min(1, max(0, room) / max(1, len(group.tokens)))),
+                documents=done.documents + group.documents,
+                empty_documents=done.empty_documents + group.empty,
+                text_bytes=done.text_bytes + group.bytes,
+                val_bytes=done.val_bytes + round(group.bytes * min(1, max(0, val_room) / max(1, len(group.tokens)))),
             )
-            progress(at.text_bytes, corpus.bytes)
-            if time.monotonic() - noted > SYNC_S:
-                note()
-                noted = time.monotonic()
+            progress(done.text_bytes, corpus.bytes)
+            if time.monotonic() - saved > SYNC_S:
+                save()
+                saved = time.monotonic()
     except BaseException:
         with contextlib.suppress(Exception):  # what stopped the work is what the user hears of
-            note()
+            save()
         raise
-    note()
+    save()
     paths = writer.finish()
     tokenizer.save(folder)
-    return _write_manifest(folder, job, at, paths)
+    return _write_manifest(folder, job, done, paths)
 
 
 def _read_state(path: Path, job: Job) -> State:
+    """The saved progress of a job; UserError if it is damaged or belongs to another job."""
     try:
         found = State(**loads(path.read_bytes()))
         if any(type(value) is not type(getattr(State(""), name)) for name, value in asdict(found).items()):
@@ -193,6 +192,7 @@ def _read_state(path: Path, job: Job) -> State:
 
 
 def _write_manifest(folder: Path, job: Job, done: State, paths: list[Path]) -> dict[str, Any]:
+    """Write shards.json: what the shards hold, their digests, and what they were made from."""
     tokenizer = job.tokenizer
     content = {
         "format": FORMAT, "barellm": __version__, "made_from": job.identity,
@@ -208,7 +208,7 @@ def _write_manifest(folder: Path, job: Job, done: State, paths: list[Path]) -> d
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a folder's shards are, as barellm noted it. UserError if it is damaged."""
+    """The content of a folder's shards.json, with types verified for `check_manifest`. UserError if it is damaged."""
     path = folder / MANIFEST
     try:
         content = loads(path.read_bytes())
@@ -231,7 +231,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_manifest(folder: Path, digests: dict[Path, tuple[int, str]], tokenizer: tokenizers.Tokenizer) -> None:
-    """Refuses a folder whose shards, {path: (tokens, digest)}, or whose tokenizer are not those that its manifest lists."""
+    """Raise a UserError unless the shards, {path: (tokens, digest)}, and the tokenizer are those of the folder's manifest."""
     content = read_manifest(folder)
     listed, path = content["shards"], folder / MANIFEST
     if missing := sorted(set(listed) - {shard.name for shard in digests}):

@@ -18,13 +18,12 @@ def usable() -> list[int]:
 
 
 def settle(masks: Sequence[Sequence[int]], number: int, cores: Sequence[int]) -> None:
-    """Keep this process, and all threads that it will start, on its share of `cores`, which all ranks of this machine know as the
-    same. `masks`: the processors that each of them may use. Where the launcher has given each its own already, they stay. Where
-    threads are not pinned, the share decides their number only."""
-    together = [cpu for mask in masks for cpu in mask]
-    if len(masks) == 1 or (together and len(together) == len(set(together))):
+    """Restrict this process and its future threads to its share of `cores` (equal on all ranks of the machine). `masks`: each
+    rank's allowed CPUs; disjoint ones, given by the launcher, are kept. Without pinning, only the thread count follows."""
+    all_allowed = [cpu for mask in masks for cpu in mask]
+    if len(masks) == 1 or (all_allowed and len(all_allowed) == len(set(all_allowed))):
         return
-    own = share(cores, number, len(masks))
-    os.environ.setdefault("BARELLM_THREADS", str(len(own)))
-    if together and os.environ.get("BARELLM_PIN", "1") != "0":
-        os.sched_setaffinity(0, own)
+    mine = share(cores, number, len(masks))
+    os.environ.setdefault("BARELLM_THREADS", str(len(mine)))
+    if all_allowed and os.environ.get("BARELLM_PIN", "1") != "0":
+        os.sched_setaffinity(0, mine)

@@ -16,8 +16,7 @@ AFTER_S = 2.0  # after which a rank speaks of a mistake that rank 0 has not made
 
 
 def dispatched(name: str, args: argparse.Namespace, command: Callable[[argparse.Namespace, Ranks], int]) -> int:
-    """The exit status of the command `name`, which `command` does: in this process, as one of the ranks that a launcher has
-    started, or in as many processes as --ranks asks for."""
+    """Run the command `name`; returns the exit status: here, as one of a launcher's ranks, or in --ranks new processes."""
     from barellm.distributed import launch, world
 
     if args.ranks is not None and args.ranks < 1:
@@ -25,20 +24,20 @@ def dispatched(name: str, args: argparse.Namespace, command: Callable[[argparse.
     if (count := world.started_as_one_of()) > 1:
         return run_as_rank(args, count, command)
     torchrun = world.torchrun()
-    number, several = torchrun or (0, args.ranks or 1)
-    if several == 1:
+    number, count_wanted = torchrun or (0, args.ranks or 1)
+    if count_wanted == 1:
         return command(args, ALONE)
     # The first of torchrun's processes starts them all, for MPI; the others have nothing to do.
     if number:
         return 0
     if torchrun:
         launch.end_behind_parent()  # it ends its processes, unless it is killed itself
-    return launch.start(several, [name, *args.words])
+    return launch.start(count_wanted, [name, *args.words])
 
 
 def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argparse.Namespace, Ranks], int]) -> int:
-    """Does this rank's part of `command`, and gives the exit status. Where it fails, it ends the process: the others wait for it,
-    and it may not wait for them. Of mistakes rank 0 tells, unless another rank alone has made one."""
+    """Run this rank's part of a command. On failure the process exits at once and aborts the others, who would wait for it forever.
+    Rank 0 reports errors that all ranks share."""
     from barellm.distributed.mpi import MpiRanks
     from barellm.runtime.backend import backend
 

@@ -25,7 +25,7 @@ class ExitOrder:
         self._selector.register(self._asleep, selectors.EVENT_READ)
 
     def follow(self, process: int) -> None:
-        """Take note of when it ends: now, where it is gone already. Nothing where the system cannot say."""
+        """Watch for a process's exit; one that is gone counts as exited now. Does nothing if the system has no pidfd."""
         if process in self._files or process in self.order or not hasattr(os, "pidfd_open"):
             return
         try:
@@ -48,8 +48,8 @@ class ExitOrder:
         os.write(self._awake, b"\0")
 
     def status(self, process: int) -> int | None:
-        """How a process ended that is followed, as `os.waitpid` has it; None where it goes on, or where whoever started it has
-        asked already and the system does not tell others then (Linux before 6.15)."""
+        """Wait status of a followed process, as in `os.waitpid`; None if it runs, or its parent has reaped it and the system no
+        longer tells (Linux before 6.15)."""
         answer = bytearray(INFO_BYTES)
         struct.pack_into("Q", answer, 0, EXIT)
         try:

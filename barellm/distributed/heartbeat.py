@@ -30,7 +30,7 @@ NAP_S = 0.0002
 
 
 def limit_seconds() -> float:
-    """`BARELLM_RANK_LIMIT`, else 20."""
+    """Timeout in seconds: `BARELLM_RANK_LIMIT`, else 20."""
     requested = os.environ.get("BARELLM_RANK_LIMIT")
     if requested is None:
         return LIMIT_S
@@ -44,10 +44,10 @@ def limit_seconds() -> float:
 
 
 class Heartbeat:
-    """`comm`: a communicator of its own, which nobody else uses. `fail` gets the line that names the rank at fault, and does not
-    return."""
+    """`comm`: a communicator used by nothing else. `fail` gets the line about the rank at fault and does not return."""
 
     def __init__(self, mpi: Any, comm: Any, *, fail: Callable[[str], None] | None = None) -> None:
+        """Start the heartbeat thread; `comm` and `fail` as in the class's docstring."""
         self._mpi, self._comm = mpi, comm
         self._rank, self._limit = comm.Get_rank(), limit_seconds()
         self._fail = fail or self._end
@@ -71,26 +71,26 @@ class Heartbeat:
 
     @contextmanager
     def waiting(self, *, one: int | None = None, no_timeout: bool = False) -> Iterator[Callable[[], None]]:
-        """While entered, this rank waits for what all do together, or for a message to or from `one`: for one that is late only so
-        long, unless there is `no_timeout`. Gives a function to call between two looks at what it waits for."""
+        """Context manager for a wait: for a collective, or for a message to or from rank `one`. Being late counts as a fault unless
+        `no_timeout`. Gives a function to call between polls, which yields the core."""
         if one is None:
             self._waits += 1
         else:
             self._with[one] += 1
         self._one = one
         self._since = None if no_timeout else self._clock
-        looks = 0
+        polls = 0
 
-        def look() -> None:
-            nonlocal looks
-            looks += 1
-            if looks < SPINS:
+        def poll() -> None:
+            nonlocal polls
+            polls += 1
+            if polls < SPINS:
                 os.sched_yield()
             else:
                 time.sleep(NAP_S)
 
         try:
-            yield look
+            yield poll
         finally:
             self._since = None
 
@@ -100,6 +100,7 @@ class Heartbeat:
         self._thread.join()
 
     def _beat(self) -> None:
+        """Thread: exchange heartbeats with all ranks and call `fail` when one is at fault. MPI's own errors count as silence."""
         inbox = {rank: np.zeros(2, np.int64) for rank in self._others}
         coming = {rank: self._comm.Irecv(inbox[rank], rank) for rank in self._others}
         going: dict[int, Any] = dict.fromkeys(self._others, self._mpi.REQUEST_NULL)
@@ -131,7 +132,8 @@ class Heartbeat:
                 request.Wait()
 
     def fault(self) -> str:
-        """What is wrong with which rank, which is then `at_fault`; "" if nothing is."""
+        """A line about the rank at fault (set as `at_fault`), "" if there is none. A rank that waits for another is not blamed:
+        candidates are those with the fewest waits begun, or silent for longest."""
         limits = dict.fromkeys(self._others, self._limit)
         for rank, process in self._near.items():
             if process.works():
@@ -153,10 +155,11 @@ class Heartbeat:
         return ""
 
     def _end(self, words: str) -> None:
+        """Report the fault and end all ranks; the lowest healthy rank does it, so that one line appears."""
         # One that is late may be heard of all the same.
         heard = [rank for rank, last in self._heard.items() if self._clock - last < self._limit / 2]
-        well = [rank for rank in heard if rank != self.at_fault]
-        if min([self._rank, *well]) != self._rank:
+        healthy = [rank for rank in heard if rank != self.at_fault]
+        if min([self._rank, *healthy]) != self._rank:
             time.sleep(6 * BEAT_S)  # that one says it, and its end is the launcher's sign to end all
         # Here still: the first of those that are well has not noticed, and its line is not to be had.
         sys.stdout.flush()

@@ -34,7 +34,7 @@ def mpiexec() -> str:
 
 
 def start(count: int, arguments: Sequence[str]) -> int:
-    """Run `barellm ARGUMENTS` as `count` processes of this machine, and give the exit status. Signals go on to all of them."""
+    """Run `barellm ARGUMENTS` as `count` processes of this machine and return the exit status. Signals are forwarded to all."""
     if not 1 <= count <= MOST:
         raise UserError(f"--ranks is {count}, expected 1 to {MOST}")
     launcher = launchers.known(mpiexec())
@@ -63,7 +63,7 @@ def start(count: int, arguments: Sequence[str]) -> int:
             with suppress(ProcessLookupError):
                 os.kill(other, signal.SIGKILL)
 
-    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    old_handlers = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     supervisor = Supervisor(process.pid, count, launcher.alone, launcher.failed_s)
     supervisor.start()
     errors.start()
@@ -73,7 +73,7 @@ def start(count: int, arguments: Sequence[str]) -> int:
         errors.join(LAST_WORDS_S)
     finally:
         supervisor.end()
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
     if ended:
         print("barellm: interrupted", file=sys.stderr)
@@ -107,6 +107,7 @@ class _Errors(threading.Thread):
         self.own = launchers.pass_on_errors(self._lines, self._write)
 
     def _write(self, line: bytes) -> None:
+        """Forward a line of the ranks' stderr, without the stopping messages that Open MPI's own SIGTERM causes."""
         blank, self._blank = self._blank, b""
         if not self.stops and line == b"\n":
             self._blank = blank + line  # it may belong to the next line
@@ -119,9 +120,8 @@ class _Errors(threading.Thread):
 
 
 def end_behind_parent() -> None:
-    """Send SIGTERM to this process once, when the one that has started it has ended. Nothing where no process can be waited for
-    but children. PR_SET_PDEATHSIG is not for that: it may come once for each thread of the parent, and a second signal stops a run
-    at once."""
+    """Send SIGTERM to this process, once, when its parent exits (if the system has pidfd). PR_SET_PDEATHSIG would come once per
+    thread of the parent, and a second signal aborts a run."""
     if not hasattr(os, "pidfd_open"):
         return
     try:
@@ -142,12 +142,12 @@ def _end_with_parent() -> None:
 
 
 def _pass_on(process: subprocess.Popen[bytes], numbers: dict[int, int]) -> tuple[str, int | None]:
-    """Write the processes' output to stdout, but for what the launcher itself says: that is given back, with the status of the
-    run, if a rank has told it. `numbers` gets {process: rank}."""
+    """Forward the processes' stdout; returns (the launcher's messages, the reported status or None). Fills `numbers`, {process:
+    rank}."""
     assert process.stdout is not None
-    own: list[str] = []
+    launcher_lines: list[str] = []
     reported: int | None = None
-    held: list[bytes] = []  # blank lines and rules: the launcher's banner begins with them
+    pending: list[bytes] = []  # blank lines and rules: the launcher's banner begins with them
     reader = True  # of the output: it may go away
     for line in process.stdout:
         if line.startswith(launcher_protocol.PREFIX):
@@ -158,28 +158,28 @@ def _pass_on(process: subprocess.Popen[bytes], numbers: dict[int, int]) -> tuple
                 numbers[int(number)] = int(rank)
             continue
         text = line.decode(errors="replace").rstrip()
-        if own or "BAD TERMINATION" in text or text.startswith("YOUR APPLICATION TERMINATED"):
-            own.append(text)
-            held = []
+        if launcher_lines or "BAD TERMINATION" in text or text.startswith("YOUR APPLICATION TERMINATED"):
+            launcher_lines.append(text)
+            pending = []
         elif text.startswith("[mpiexec@"):
             continue
         elif not text or set(text) == {"="}:
-            held.append(line)
+            pending.append(line)
         else:
             try:
                 if reader:
-                    sys.stdout.buffer.writelines([*held, line])
+                    sys.stdout.buffer.writelines([*pending, line])
                     sys.stdout.buffer.flush()
             except BrokenPipeError:  # the run saves and ends
                 reader = False
                 process.send_signal(signal.SIGTERM)
-            held = []
-    return "\n".join(own), reported
+            pending = []
+    return "\n".join(launcher_lines), reported
 
 
 def _killed(banner: str, numbers: Mapping[int, int], first: tuple[int, int | None] | None = None, count: int = 0) -> str:
-    """Which rank was killed by what, from `first`, the process that has ended before the others, and how; where that is not known
-    from the launcher's words. "" if none was. Where less than `count` ranks have been seen, one may have ended before that."""
+    """A line that says which rank was killed by which signal; "" if none was. From `first`, (process, wait status) of the first to
+    exit, else from the launcher's banner. `count`: number of ranks, all of which must be known to name one."""
     reported = re.search(r"PID (\d+) (?:RUNNING AT|on node)", banner)
     signalled = re.search(r"\bsignal (\d+) ?[()]", banner)
     process, status = first or (int(reported[1]) if reported else -1, None)
@@ -188,6 +188,6 @@ def _killed(banner: str, numbers: Mapping[int, int], first: tuple[int, int | Non
         return ""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     # What the launcher says of a process that nobody knows may be about another one.
-    sure = process in numbers and (first is None or len(numbers) >= count)
-    who = f"rank {numbers[process]} (process {process})" if sure else "a rank"
-    return f"{who} was ended by {name}: the run is ended; resume from its last checkpoint with --resume"
+    is_known = process in numbers and (first is None or len(numbers) >= count)
+    culprit = f"rank {numbers[process]} (process {process})" if is_known else "a rank"
+    return f"{culprit} was ended by {name}: the run is ended; resume from its last checkpoint with --resume"

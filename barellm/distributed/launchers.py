@@ -24,19 +24,14 @@ class Launcher:
     passes_signals: bool = True
 
     def command(self, count: int, *arguments: str) -> list[str]:
-        """What starts a program as `count` ranks."""
         return [self.program, *self.options, "-n", str(count), *arguments]
 
 
 def known(program: str) -> Launcher:
-    """The launcher at the path `program`, by what it says of its version.
-
-    MPICH's ends all ranks as soon as a socket of one closes, before that one has quite ended: they then end in any order, and
-    nobody knows which was the first. So it is told to leave that to us, where the system tells of processes that end.
-
-    Open MPI's refuses to work for root or to start more ranks than there are cores, and keeps each on one core, unless it is asked
-    for something else. After Ctrl-C it kills all ranks within half a second, before they have saved; and after one rank has failed
-    too, so that nothing is gained if the guard waits."""
+    """The launcher at `program`, recognized by its version text.
+    MPICH's kills all ranks when one closes a socket, so the first to fail would be unknown: that is disabled where the system can
+    report exits (pidfd). Open MPI's needs options to run as root, to oversubscribe cores, and not to bind ranks to one core. It
+    kills all ranks half a second after Ctrl-C or a failure, before they have saved."""
     version = subprocess.run([program, "--version"], stdin=subprocess.DEVNULL, capture_output=True).stdout
     follows = sys.platform == "linux" and hasattr(os, "pidfd_open")
     if b"Open MPI" in version:
@@ -49,8 +44,8 @@ def known(program: str) -> Launcher:
 
 
 def pass_on_errors(lines: Iterable[bytes], write: Callable[[bytes], object]) -> str:
-    """`write` the lines of a run's stderr, but for what the launcher itself says: that is given back."""
-    own: list[bytes] = []
+    """Forward the stderr lines of a run with `write`; returns the launcher's own messages."""
+    launcher_lines: list[bytes] = []
     banner: list[bytes] | None = None  # of Open MPI, as far as it has come
     for line in lines:
         line = line.removeprefix(b"\0")  # which Open MPI writes behind a banner
@@ -58,14 +53,14 @@ def pass_on_errors(lines: Iterable[bytes], write: Callable[[bytes], object]) -> 
         if rule and banner is None:
             banner = [line]
         elif rule:
-            own += [*(banner or []), line]
+            launcher_lines += [*(banner or []), line]
             banner = None
         elif banner is not None and not line.startswith(OURS):
             banner.append(line)
         elif line.startswith(MPICHS):
-            own.append(line)
+            launcher_lines.append(line)
         elif line:
             write(line)
     for line in banner or []:  # it was no banner
         write(line)
-    return b"".join(own).decode(errors="replace")
+    return b"".join(launcher_lines).decode(errors="replace")

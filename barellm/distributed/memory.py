@@ -29,6 +29,7 @@ class Reading:
     """Pieces of another process's memory, read into arrays of this one as often as asked."""
 
     def __init__(self, process: int, arrays: Sequence[np.ndarray], places: Sequence[Place]) -> None:
+        """Prepare process_vm_readv calls that fill `arrays` from the equally large `places` of the process."""
         assert [array.nbytes for array in arrays] == [nbytes for _, nbytes in places], "both know the same sizes"
         self._process, self._arrays = process, list(arrays)
         self._calls: list[tuple[Any, Any, int, int]] = []
@@ -52,7 +53,7 @@ class Reading:
 
 
 def _calls(pieces: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Pieces by calls, each within the system's bounds."""
+    """Group pieces into system calls within their limits."""
     found: list[list[tuple[int, int, int]]] = []
     size = 0
     for piece in pieces:

@@ -29,6 +29,7 @@ class MpiRanks:
     """A `runtime.ranks.Ranks` over all processes that an MPI launcher has started."""
 
     def __init__(self) -> None:
+        """Initialize MPI, the heartbeat and, on one machine, direct reads of other ranks' memory. UserError without MPI."""
         try:
             import mpi4py  # pyright: ignore[reportMissingImports]
 
@@ -55,6 +56,7 @@ class MpiRanks:
     # --- what runtime.ranks.Ranks says ---
 
     def prepared(self, sends: Arrays, receives: Arrays) -> Callable[[], None]:
+        """A function that does these transfers; between ranks that can read each other's memory, by reads between two barriers."""
         readings = self._readings(sends, receives)
         sends = [(rank, array) for rank, array in sends if rank not in self._readable]
         receives = [(rank, array) for rank, array in receives if rank not in self._readable]
@@ -63,14 +65,14 @@ class MpiRanks:
             if self._readable:
                 self.barrier()  # all have what is read now
             self._wait(self._requests(sends, receives, ARRAYS))
-            whole = True
+            all_read = True
             try:
                 for read in readings:
                     read()
             except OSError:
-                whole = False
+                all_read = False
             if self._readable:
-                self.barrier(complete=whole)  # nobody reads any more
+                self.barrier(complete=all_read)  # nobody reads any more
 
         return transfer
 
@@ -117,17 +119,16 @@ class MpiRanks:
         return {rank: self.receive(rank) for rank in self._readable}
 
     def _try_reading(self) -> dict[int, int]:
-        """{rank: process} of the others, if all ranks are on one machine, may read each other's memory, and BARELLM_MESSAGES=1 asks
-        none of them to send messages; else nothing."""
+        """{rank: process id} of the other ranks if all are on this machine, may read each other's memory and want to; else {}."""
         memory.allow_reading()
         word = np.frombuffer(os.urandom(8), np.uint8)
-        mine = (self._mpi.Get_processor_name(), os.getpid(), (word.ctypes.data, word.nbytes), word.tobytes())
-        everybody = self.gather(mine, no_timeout=True)
-        here = {rank: process for rank, (name, process, *_) in enumerate(everybody) if name == mine[0]}
+        own_facts = (self._mpi.Get_processor_name(), os.getpid(), (word.ctypes.data, word.nbytes), word.tobytes())
+        everybody = self.gather(own_facts, no_timeout=True)
+        here = {rank: process for rank, (name, process, *_) in enumerate(everybody) if name == own_facts[0]}
         self.number = list(here).index(self.rank)
         self._watch.look_at({rank: process for rank, process in here.items() if rank != self.rank})
-        alike = len(here) == self.count and os.environ.get("BARELLM_MESSAGES") != "1"
-        able = alike and all(memory.can_read(process, place, found) for _, process, place, found in everybody)
+        same_machine = len(here) == self.count and os.environ.get("BARELLM_MESSAGES") != "1"
+        able = same_machine and all(memory.can_read(process, place, found) for _, process, place, found in everybody)
         if not all(self.gather(able)):
             return {}
         return {rank: process for rank, (_, process, *_) in enumerate(everybody) if rank != self.rank}
@@ -156,6 +157,7 @@ class MpiRanks:
         self._wait([self._world.isend(value, rank, VALUES)], one=rank, no_timeout=True)
 
     def receive(self, rank: int, *, no_timeout: bool = False, background: bool = False) -> Any:
+        """The next object that `rank` sends. `background`: for threads besides the run, without fault detection."""
         message = None
         if background:  # the watch is about what the run waits for
             while (message := self._world.improbe(rank, BESIDE)) is None:
@@ -182,7 +184,6 @@ class MpiRanks:
             _call(self._mpi, "MPI_Finalize")
 
     def abort(self, status: int) -> NoReturn:
-        """End all ranks at once."""
         end_all(self._world, status)
 
     def _wait(self, requests: list[Any], *, one: int | None = None, no_timeout: bool = False) -> None:
@@ -201,14 +202,13 @@ class MpiRanks:
 
 
 def _call(mpi: Any, name: str, *arguments: Any) -> None:
-    """Call one of MPI's own functions, which waits for the other ranks. The guard looks at them meanwhile; mpi4py would hold up all
-    threads of this process."""
+    """Call an MPI function that waits for other ranks, without holding the interpreter lock as mpi4py would."""
     getattr(ctypes.CDLL(mpi.__file__), name)(*arguments)
 
 
 def _forget_files() -> None:
-    """Take away the names of the files that the ranks of one machine share, and Open MPI's folder of them: all have opened them by
-    now. MPI does that at its end, and some MB stayed behind for each run that was killed."""
+    """Unlink the shared-memory files of this machine's ranks and Open MPI's folder, which all have opened by now: otherwise each
+    killed run leaves some MB behind."""
     maps = Path("/proc/self/maps").read_text() if os.path.exists("/proc/self/maps") else ""
     for name in set(re.findall(r"/dev/shm/(?:mpich_shm_|sm_segment)\S+$", maps, re.MULTILINE)):
         with contextlib.suppress(OSError):

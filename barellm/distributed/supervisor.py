@@ -55,15 +55,15 @@ class Supervisor(threading.Thread):
         self._exit_order.close()
 
     def look(self, passed: float) -> bool:
-        """Look at all ranks, `passed` seconds after the last time. True if it has ended them."""
+        """Check all ranks, `passed` seconds after the last check. True if they had to be killed."""
         found = {process: rank for process, rank in ranks_below(self._launcher) if _state(process) != "Z"}
         self.numbers |= found
         for process in found:
             self._exit_order.follow(process)
-        late = [process for process in self.numbers if process not in found or _state(process) in "Tt"]
+        missing = [process for process in self.numbers if process not in found or _state(process) in "Tt"]
         if self._alone and len(self.numbers) < self._count:
-            late.append(NEVER_SEEN)
-        self._seconds = {process: self._seconds.get(process, 0.0) + passed for process in late if found}
+            missing.append(NEVER_SEEN)
+        self._seconds = {process: self._seconds.get(process, 0.0) + passed for process in missing if found}
         for process, seconds in self._seconds.items():
             if self._alone and process in self._exit_order.order and (status := self._exit_order.status(process)) != 0:
                 killed = status is not None and os.WIFSIGNALED(status)
@@ -71,9 +71,9 @@ class Supervisor(threading.Thread):
                     self.kill(found)
                     return True
             elif seconds > self._limit:
-                who = f"rank {self.numbers[process]} (process {process})" if process in self.numbers else "a rank"
-                what = "has been stopped for" if process in found else "has been gone for"
-                self.words = f"{who} {what} {seconds:.0f} s: the run is ended"
+                culprit = f"rank {self.numbers[process]} (process {process})" if process in self.numbers else "a rank"
+                state = "has been stopped for" if process in found else "has been gone for"
+                self.words = f"{culprit} {state} {seconds:.0f} s: the run is ended"
                 self.kill(found)
                 return True
         return False
@@ -128,14 +128,12 @@ def ranks_below(launcher: int) -> Iterator[tuple[int, int]]:
 
 
 def variables(process: int) -> Mapping[str, str]:
-    """The environment with which a process of this user was started; none in the middle of its start. OSError where no system says,
-    or it is gone."""
+    """The environment with which a process of this user was started; none during its start. OSError if unknown or gone."""
     lines = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
     return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
 def below(process: int) -> Iterator[int]:
-    """The children of a process, and theirs."""
     with suppress(OSError):
         for thread in Path(f"/proc/{process}/task").iterdir():
             for child in (thread / "children").read_text().split():

@@ -11,8 +11,8 @@ NUMBERS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 def started_as_one_of(environment: Mapping[str, str] = os.environ) -> int:
-    """How many processes an MPI launcher has started; 1 where nobody has. Where srun has, and MPI cannot
-    know: UserError in its first process, SystemExit in the others."""
+    """Number of processes that an MPI launcher started; 1 without a launcher. If srun started several that cannot find each other:
+    UserError in the first process, SystemExit in the others."""
     sizes = [int(environment[name]) for name in SIZES if environment.get(name, "").isdigit()]
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     tasks = int(tasks) if tasks.isdigit() else 1
@@ -32,16 +32,15 @@ def rank_from_environment(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def torchrun(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """(number, count) of the processes that torchrun has started; None where it has not, or has started one. UserError for several
-    machines."""
+    """(rank, count) of torchrun's processes; None without it or for one process. UserError for several machines."""
     numbers = [environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
     if not all(n.isdigit() for n in numbers):
         return None
-    rank, count, here = (int(n) for n in numbers)
+    rank, count, near = (int(n) for n in numbers)
     if count == 1:
         return None
-    if count != here:
+    if count != near:
         raise UserError(
-            f"torchrun has started {count} processes on several machines, {here} on this one: start barellm by mpirun or srun there"
+            f"torchrun has started {count} processes on several machines, {near} on this one: start barellm by mpirun or srun there"
         )
     return rank, count

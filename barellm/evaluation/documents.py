@@ -23,8 +23,7 @@ def of_stream(stream: shards.TokenStream, eot: int | None) -> list[np.ndarray]:
 
 
 def of_records(corpus: Corpus, tokenizer: tokenizers.Tokenizer) -> tuple[list[np.ndarray], np.ndarray | None]:
-    """The documents of the validation part of files of records: the text of each, with the separator before it where the
-    tokenizer has one; and the bytes of text in each id, of the texts as they are there. None: nothing says those."""
+    """(token ids of each validation document, led by the separator if any; bytes per id or None if unknown) of record files."""
     before = np.array([] if tokenizer.eot is None else [tokenizer.eot], np.int32)
     texts = list(corpus.documents(corpus.val))
     found = [np.concatenate([before, ids]) for ids in tokenizer.encode_many(texts)]
@@ -33,8 +32,8 @@ def of_records(corpus: Corpus, tokenizer: tokenizers.Tokenizer) -> tuple[list[np
     except UserError:  # GPT-2's vocabulary is not on this machine
         return found, None
     if not tokenizer.exact:
-        counted = sum(int(lengths[ids].sum()) for ids in found)
-        lengths = lengths * (sum(len(text.encode()) for text in texts) / max(1, counted))
+        decoded_bytes = sum(int(lengths[ids].sum()) for ids in found)
+        lengths = lengths * (sum(len(text.encode()) for text in texts) / max(1, decoded_bytes))
     return found, lengths
 
 
@@ -56,8 +55,7 @@ class Documents:
         return [text for document in self.windows for text in document]
 
     def rows(self, scorer: Scorer, *, report: Callable[[int], None] = lambda done: None) -> Iterator[dict[str, Any]]:
-        """One object for each document: its place, tokens and bytes that were targets, the loss in nats in all and for each token,
-        and in bits per byte."""
+        """One object per document: its place, target tokens and bytes, loss in nats (total, per token) and bits per byte."""
         found = scorer.run(self.texts, report=report)
         assert found is not None, "nobody stops it"
         scores = iter(found)
@@ -74,7 +72,6 @@ def summary(nats: float, tokens: int, nbytes: int) -> dict[str, Any]:
 
 
 def total(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The same of all documents together."""
     rows = list(rows)
     nats, tokens, nbytes = (sum(row[key] for row in rows) for key in ("nats", "tokens", "bytes"))
     return {"documents": len(rows), **summary(nats, tokens, nbytes)}

@@ -68,7 +68,6 @@ class Result:
         return found | {"total": self.total}
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """One object for each example."""
         for example, losses, means, lengths in zip(self.examples, self.losses, self._means(), self.lengths, strict=True):
             row = {"index": example.index, "label": example.label, "acc": least(losses), "acc_norm": least(means)}
             yield row | {"losses": list(losses), "tokens": list(lengths)}
@@ -85,8 +84,8 @@ def standard_error(share: float, total: int) -> float | None:
 
 
 def read(path: Path, tokenizer: tokenizers.Tokenizer, *, limit: int = 0) -> list[Example]:
-    """The examples of the public jsonl, or of llm.c's .bin, whose ids are GPT-2's; the first `limit` of them unless it is 0.
-    UserError for whatever is wrong with the file, with the number of its line or example."""
+    """Examples from the public jsonl, or from llm.c's .bin (GPT-2 ids only); the first `limit`, 0 for all. UserError, with the line
+    or example, for malformed files."""
     try:
         found = _of_bin(path, tokenizer, limit) if path.suffix == ".bin" else _of_records(path, tokenizer, limit)
     except OSError as error:
@@ -97,6 +96,7 @@ def read(path: Path, tokenizer: tokenizers.Tokenizer, *, limit: int = 0) -> list
 
 
 def _of_records(path: Path, tokenizer: tokenizers.Tokenizer, limit: int) -> list[Example]:
+    """Parse and tokenize the jsonl; endings are encoded with a space before them."""
     rows = []
     for number, (where, row) in enumerate(islice(reading.each_record(path, format="jsonl"), limit or None)):
         try:
@@ -128,6 +128,7 @@ def _integer(value: Any) -> int:
 
 
 def _of_bin(path: Path, tokenizer: tokenizers.Tokenizer, limit: int) -> list[Example]:
+    """Parse llm.c's file of tokenized examples."""
     if tokenizer.name != GPT2:
         raise UserError(f"{path} has GPT-2's ids, the model has tokenizer {tokenizer.name}: pass the jsonl")
     content = path.read_bytes()
@@ -136,11 +137,11 @@ def _of_bin(path: Path, tokenizer: tokenizers.Tokenizer, limit: int) -> list[Exa
         raise UserError(f"{path} begins with {head[:2]}, expected {[MAGIC, VERSION]}, HellaSwag as llm.c writes it")
     body = content[4 * HEADER :]
     words = np.frombuffer(body[: len(body) // 2 * 2], "<u2").astype(np.int32).tolist()
-    examples, at = [], 0
+    examples, position = [], 0
     for number in range(head[2]):
         if limit and number == limit:
             break
-        example, at = _of_words(path, number, words, at)
+        example, position = _of_words(path, number, words, position)
         if (largest := max(map(max, (example.context, *example.endings)))) >= tokenizer.vocab_size:
             known = f"the tokenizer ({tokenizer.vocab_size} ids)"
             raise UserError(f"{path}: example {number} has token id {largest}, beyond the vocabulary of {known}")
@@ -149,12 +150,12 @@ def _of_bin(path: Path, tokenizer: tokenizers.Tokenizer, limit: int) -> list[Exa
 
 
 def _of_words(path: Path, number: int, words: list[int], at: int) -> tuple[Example, int]:
-    """The example that begins at a word, and the word behind it."""
-    wrong = UserError(f"{path}: example {number} is damaged, or the file ends in it")
+    """(the example that begins at word `at`, the position behind it)."""
+    damaged = UserError(f"{path}: example {number} is damaged, or the file ends in it")
     begins, nbytes, index, label, count, *_ = [*words[at : at + 5], *[-1] * 5]
     end = at + nbytes // 2
     if begins != BEGINS or nbytes % 2 or end > len(words) or not 0 <= label < count:
-        raise wrong
+        raise damaged
     at += 5
     parts = []
     for _ in range(1 + count):
@@ -162,9 +163,9 @@ def _of_words(path: Path, number: int, words: list[int], at: int) -> tuple[Examp
         parts.append(words[at + 1 : at + 1 + size])
         at += 1 + size
         if not size or at > end:
-            raise wrong
+            raise damaged
     if at != end:
-        raise wrong
+        raise damaged
     return Example(index, label, parts[0], parts[1:]), end
 
 
@@ -178,12 +179,12 @@ class HellaSwag:
     def run(
         self, scorer: Scorer, *, stop: Callable[[], bool] = bool, report: Callable[[int], None] = lambda done: None
     ) -> Result | None:
-        """None if `stop()` became true on the way. `report` gets the number of endings that are done."""
+        """Score all endings; None if `stop()` became true. `report` gets the number of endings done."""
         scores = scorer.run(self.texts, stop=stop, report=report)
         if scores is None:
             return None
-        each: Iterator[Score] = iter(scores)
-        grouped = [[next(each) for _ in example.endings] for example in self.examples]
+        remaining: Iterator[Score] = iter(scores)
+        grouped = [[next(remaining) for _ in example.endings] for example in self.examples]
         return Result(
             self.examples,
             [[score.total for score in group] for group in grouped],

@@ -37,8 +37,7 @@ def fitting(text: Text, seq: int) -> Text:
 
 
 def shape_for(texts: Sequence[Text], *, tokens: int, most_seq: int) -> tuple[int, int]:
-    """(sequences, tokens of each) for which the program "score" is planned: about `tokens` in all, and none
-    longer than `most_seq`."""
+    """(sequences, length) to plan the program "score" for: about `tokens` in all, none longer than `most_seq`."""
     longest = min(most_seq, max(len(text.ids) - 1 for text in texts))
     return max(1, min(len(texts), tokens // longest)), longest
 
@@ -52,20 +51,21 @@ class Scorer:
     def run(
         self, texts: Sequence[Text], *, stop: Callable[[], bool] = bool, report: Callable[[int], None] = lambda done: None
     ) -> list[Score] | None:
-        """The scores of the texts, in their order. They are computed from the longest to the shortest, so that there is little
-        padding. None if `stop()` became true on the way. `report` gets the number of texts that are done, after each batch."""
+        """The scores of the texts, in their order. Batches go from the longest text to the shortest, to minimize padding. None if
+        `stop()` became true; `report` gets the number of texts done."""
         found: list[Score | None] = [None] * len(texts)
         order = sorted(range(len(texts)), key=lambda i: (-len(texts[i].ids), i))
         for first in range(0, len(order), self.batch):
-            here = order[first : first + self.batch]
-            for i, score in zip(here, self._batch([fitting(texts[i], self.seq) for i in here]), strict=True):
+            batch = order[first : first + self.batch]
+            for i, score in zip(batch, self._batch([fitting(texts[i], self.seq) for i in batch]), strict=True):
                 found[i] = score
             if stop():
                 return None
-            report(first + len(here))
+            report(first + len(batch))
         return [score for score in found if score is not None]
 
     def _batch(self, texts: Sequence[Text]) -> list[Score]:
+        """Scores of texts in one batch, padded to the longest; only each one's last `scored` ids are targets."""
         seq = max(len(text.ids) for text in texts) - 1
         inputs, targets = np.zeros((len(texts), seq), np.int32), np.full((len(texts), seq), -1, np.int32)
         for row, text in enumerate(texts):
@@ -76,5 +76,5 @@ class Scorer:
         self.session.write("targets", targets)
         self.session.run("score", batch=len(texts), seq=seq)
         losses, margins = self.session.read("losses"), self.session.read("margins")
-        at = targets >= 0
-        return [Score(loss[a], margin[a] <= 0) for loss, margin, a in zip(losses, margins, at, strict=True)]
+        is_target = targets >= 0
+        return [Score(loss[a], margin[a] <= 0) for loss, margin, a in zip(losses, margins, is_target, strict=True)]

@@ -10,7 +10,6 @@ FORMATTED = re.compile(r"""\b(?:[ft]r?|r[ft])['"]""", re.IGNORECASE)  # within o
 
 
 def gzip_bits_per_byte(text: bytes) -> float:
-    """Bits that `gzip -9` needs for a byte of the text."""
     return 8 * len(gzip.compress(text, 9, mtime=0)) / len(text)
 
 

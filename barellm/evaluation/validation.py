@@ -30,8 +30,7 @@ class Result:
 
 
 def write_batch(session: Session, inputs: np.ndarray, targets: np.ndarray, starts: np.ndarray | None) -> None:
-    """The inputs of a program that computes a loss: all (rows, seq); `starts`, where tokens see their own document alone, says
-    where it begins."""
+    """Write the inputs of a loss program, all (rows, seq); `starts`: where each token's document begins, if masked."""
     session.write("tokens", inputs)
     session.write("targets", targets)
     if starts is not None:
@@ -57,8 +56,8 @@ class Evaluator:
     def run(
         self, session: Session, *, stop: Callable[[], bool] = bool, report: Callable[[int], None] = lambda windows: None
     ) -> Result | None:
-        """Evaluate all windows; None if `stop()` became true on the way. `report` gets the number of windows that are done, after
-        each batch."""
+        """Evaluate all windows, each rank every count-th batch; None if `stop()` became true. `report` gets the number of windows
+        done. Losses are added in batch order, so the result does not depend on the number of ranks."""
         sums: list[float] = []  # of this rank's batches
         done = 0
         for number, (inputs, targets) in enumerate(self.windows.batches(self.batch)):
@@ -73,7 +72,7 @@ class Evaluator:
                 return None
             report(done)
         total = 0.0
-        for turn in zip_longest(*self.ranks.gather(sums), fillvalue=0.0):  # in the order of the batches
-            for one in turn:
-                total += one
+        for batch_sums in zip_longest(*self.ranks.gather(sums), fillvalue=0.0):  # in the order of the batches
+            for batch_sum in batch_sums:
+                total += batch_sum
         return Result(total / self.windows.targets, self.windows.targets, self.bytes)

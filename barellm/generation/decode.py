@@ -59,9 +59,9 @@ class Decoder:
     def together(
         self, prompts: Sequence[Sequence[int]], *, count: int, hows: Sequence[Sampling], ended: Container[int] = ()
     ) -> Iterator[tuple[int, int]]:
-        """(number of a prompt, token) of several texts that grow side by side, as many as the session's cache has rows. Each gets
-        the tokens that it would get alone, if a product has the same bits for a row beside others, up to `count`, or until its
-        number is in `ended`, to which the caller may add."""
+        """Batched generation: yields (prompt number, token) for up to `count` tokens of each prompt, or until its number is in
+        `ended`, to which the caller may add. Needs as many cache rows as prompts. Results equal single generation if the GEMM is
+        batch-invariant."""
         assert len(prompts) <= MOST_TOGETHER
         rows = [Row(i, list(prompt), how) for i, (prompt, how) in enumerate(zip(prompts, hows, strict=True))]
         while rows := [row for row in rows if row.drawn < count and row.number not in ended]:
@@ -75,10 +75,10 @@ class Decoder:
             yield self._draw(row, self._logits([kept(row.text, self.max_seq)], pos=0)[0])
 
     def _until_full(self, rows: list[Row], count: int, ended: Container[int]) -> Iterator[tuple[int, int]]:
-        """The texts' tokens until the cache is full. The shortest text comes first in the cache, so that those that have reached a
-        position are its first rows; each waits until the run comes to its end."""
+        """Generate until the cache is full. Prompts have different lengths: rows are sorted by length, a batch of the first
+        `reached` rows runs at position `pos`, and longer prompts join when `pos` reaches their end."""
 
-        def going(row: Row) -> bool:
+        def active(row: Row) -> bool:
             return row.drawn < count and row.number not in ended
 
         rows.sort(key=lambda row: (len(seen := kept(row.text, self.max_seq)), seen))  # equal ones side by side
@@ -90,7 +90,7 @@ class Decoder:
             while reached < len(rows) and starts[reached] == pos:
                 yield self._draw(rows[reached], first[reached])
                 reached += 1
-            if not any(map(going, rows[:reached])):
+            if not any(map(active, rows[:reached])):
                 if reached == len(rows):
                     return
                 pos = starts[reached]
@@ -99,25 +99,25 @@ class Decoder:
                 return
             fed = [[row.text[-1]] for row in rows[:reached]]
             for row, logits in zip(rows[:reached], self._logits(fed, pos=pos), strict=True):
-                if going(row):
+                if active(row):
                     yield self._draw(row, logits)
             pos += 1
 
     def _fill(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """Feed each text, alone in the cache's first row, from where it is copied to its own. Of equal texts one is fed. Gives the
-        logits after each."""
+        """Prefill each prompt in the cache's first row and copy it to its own (equal prompts once). Returns the logits after
+        each."""
         logits: list[np.ndarray] = []
         fed: Sequence[int] = []
-        for place in reversed(range(len(rows))):
-            seen = kept(rows[place].text, self.max_seq)
+        for row in reversed(range(len(rows))):
+            seen = kept(rows[row].text, self.max_seq)
             if seen != fed:
                 logits.append(self._logits([seen], pos=0)[0])
                 fed = seen
             else:
                 logits.append(logits[-1])
-            if place:
+            if row:
                 for name in self.caches:
-                    self.session.write_rows(name, place, self.session.read_rows(name, 0, 1))
+                    self.session.write_rows(name, row, self.session.read_rows(name, 0, 1))
         return logits[::-1]
 
     def _draw(self, row: Row, logits: np.ndarray) -> tuple[int, int]:
@@ -127,7 +127,7 @@ class Decoder:
         return row.number, token
 
     def _logits(self, texts: Sequence[Sequence[int]], *, pos: int) -> np.ndarray:
-        """(texts, vocab_size) after texts of one length at positions pos .. pos + length."""
+        """Logits (texts, vocab_size) after equally long texts at positions pos .. pos + length, fed in pieces if necessary."""
         tokens, first = np.array(texts, np.int32), 0
         while 0 < self.piece < tokens.shape[1] - first:
             self._run("prefill", tokens[:, first : first + self.piece], pos + first)
@@ -145,8 +145,7 @@ class Decoder:
 
 
 def open_decoder(session: Session, model: ModelConfig, tokenizer: Tokenizer, *, positions: int) -> Decoder:
-    """A model's decoder. `positions`: those that the session's "decode" was planned for. A row of the model that is no id of the
-    tokenizer is never drawn."""
+    """A model's decoder. `positions`: what the session's "decode" is planned for. Rows that are no token's id are never drawn."""
     decoder = Decoder(session, max_seq=positions, vocab_size=min(model.vocab_size, tokenizer.vocab_size), whole=models.whole(model))
     decoder.unused = [i for i in tokenizer.unused if i < decoder.vocab_size]
     return decoder

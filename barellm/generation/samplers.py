@@ -29,6 +29,7 @@ class Sampling:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
+        """Convert the values to their types and check their ranges; UserError for the first bad one."""
         for f in fields(self)[:-1]:
             object.__setattr__(self, f.name, converted(f.name, getattr(self, f.name), type(f.default)))
         ids = [(converted("an id of logit_bias", i, int), i, x) for i, x in dict(self.logit_bias).items()]
@@ -51,7 +52,7 @@ class Sampling:
 
 
 def sampling(own: Mapping[str, Any], *, seed: int = Sampling.seed, **given: Any) -> Sampling:
-    """What a user has given, None where nothing; else what the model's own folder says; else the defaults. UserError for an unknown
+    """The given options (None: not given), else the model's generation_config.json, else defaults. UserError for an unknown
     name."""
     known = {field.name for field in fields(Sampling)}
     for name in given.keys() - known:
@@ -60,10 +61,9 @@ def sampling(own: Mapping[str, Any], *, seed: int = Sampling.seed, **given: Any)
 
 
 def probabilities(logits: np.ndarray, how: Sampling) -> np.ndarray:
-    """logits (V,) -> float64 probabilities (V,) after the cuts. Of equal logits the lower id is kept first.
-
-    top-k keeps exactly min(k, V) tokens; top-p (nucleus sampling) keeps the fewest of the most likely tokens whose sum reaches p;
-    min-p keeps those that are at least min_p times as likely as the most likely one."""
+    """Probabilities (V,) float64 after temperature and truncation of logits (V,). Ties keep the lower id.
+    top-k keeps exactly min(k, V) tokens; top-p (nucleus sampling) the fewest likeliest tokens whose sum reaches p; min-p those at
+    least min_p times as likely as the likeliest."""
     logits = logits.astype(np.float64)
     if how.temperature == 0:
         p = np.zeros(len(logits))
@@ -103,7 +103,7 @@ def penalized(logits: np.ndarray, text: Sequence[int], penalty: float) -> np.nda
 
 
 def biased(logits: np.ndarray, drawn: Sequence[int], how: Sampling) -> np.ndarray:
-    """The logits with the penalties of tokens that were `drawn`, by their count and once, and with the biases of ids."""
+    """Apply frequency and presence penalties of the tokens already `drawn`, and logit biases."""
     if not (how.frequency_penalty or how.presence_penalty or how.logit_bias):
         return logits
     logits = logits.astype(np.float64)
@@ -120,7 +120,6 @@ def check_finite(logits: np.ndarray) -> None:
 
 
 def log_probabilities(logits: np.ndarray) -> np.ndarray:
-    """The log-softmax of logits (V,), float64."""
     check_finite(logits)
     shifted = logits.astype(np.float64) - float(logits.max())
     return shifted - np.log(np.exp(shifted).sum())
@@ -136,7 +135,7 @@ def most_likely(scores: np.ndarray, k: int) -> np.ndarray:
 
 
 def draw(logits: np.ndarray, how: Sampling, *, index: int, text: Sequence[int] = ()) -> int:
-    """The token of draw `index`, which follows `text`, whose last `index` ids were drawn."""
+    """Draw token number `index` of a text (`text`: prompt and tokens so far), reproducibly by (seed, index)."""
     check_finite(logits)
     logits = biased(penalized(logits, text, how.repetition_penalty), text[max(0, len(text) - index) :], how)
     p = probabilities(logits, how)

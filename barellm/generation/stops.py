@@ -12,7 +12,7 @@ class StopStrings:
         self._held = ""
 
     def feed(self, piece: str) -> str:
-        """The text that can be shown after this piece; nothing that follows a stop string."""
+        """Add a piece; returns the text that can be shown: up to a stop string, or what cannot be the beginning of one."""
         if self.met:
             return ""
         held = self._held + piece

@@ -64,7 +64,7 @@ def unseen(prompt: Sequence[int], positions: int) -> str:
 def write(
     decoder: Decoder, prompts: Sequence[Sequence[int]], texts: Sequence[Written], *, count: int, hows: Sequence[Sampling]
 ) -> Iterator[int]:
-    """Batched generation: up to `count` tokens of each text; gives the number of the text after each token."""
+    """Batched generation into `texts`: up to `count` tokens each; yields the number of the text after each token."""
     ended: set[int] = set()
     for number, token in decoder.together(prompts, count=count, hows=hows, ended=ended):
         texts[number].feed(token)

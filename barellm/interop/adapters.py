@@ -1,5 +1,5 @@
-"""Adapters in files: PEFT's folders, and the checkpoints of runs that trained adapters or some parameters. Each is laid over the
-weights of its base as they are read, W + s B A, so that whoever reads weights needs to know of no adapter."""
+"""LoRA adapters in files: PEFT folders, and checkpoints of runs that trained adapters or some parameters. An adapter is merged into
+the weights of its base as they are read, W + s B A, so readers of weights need not know of adapters."""
 
 import json
 import re
@@ -57,27 +57,29 @@ class MergedRows:
     how: quantization.Scheme | None
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        found = np.array(self.base[rows], np.float32)
-        if self.how is not None and len(found):
-            found = quantization.dequantize(*quantization.quantize(found, self.how), self.how)
+        """fp32 rows of the merged weight. `how`: the base was quantized during the adapter's training, so its rows are rounded to
+        that scheme before the adapter is added."""
+        merged_rows = np.array(self.base[rows], np.float32)
+        if self.how is not None and len(merged_rows):
+            merged_rows = quantization.dequantize(*quantization.quantize(merged_rows, self.how), self.how)
         start = rows.start or 0
         for first, pair in self.blocks:
-            lo, hi = max(start, first), min(start + len(found), first + len(pair.b))
+            lo, hi = max(start, first), min(start + len(merged_rows), first + len(pair.b))
             if lo < hi:
-                found[lo - start : hi - start] += np.float32(pair.scale) * (pair.b[lo - first : hi - first] @ pair.a)
-        return found
+                merged_rows[lo - start : hi - start] += np.float32(pair.scale) * (pair.b[lo - first : hi - first] @ pair.a)
+        return merged_rows
 
 
 def merged(base: Weights, adapter: Adapter, *, path: Path | None = None) -> Weights:
-    """The weights of `base` with an adapter. UserError for one of another model."""
+    """The weights of `base` with an adapter merged in. UserError if it belongs to another model."""
     arrays: dict[str, RowsOfArray] = dict(base.arrays)
-    how = quantization.scheme(adapter.codes) if adapter.codes else None
-    linears = dict.fromkeys(m.weight for m in modules(base.model)) if how is not None else {}
+    scheme = quantization.scheme(adapter.codes) if adapter.codes else None
+    linears = dict.fromkeys(m.weight for m in modules(base.model)) if scheme is not None else {}
     blocks: dict[str, list[tuple[int, Pair]]] = {name: [] for name in linears}
     for m, pair in adapter.pairs.items():
         blocks.setdefault(m.weight, []).append((m.first, pair))
     for name, found in blocks.items():
-        arrays[name] = MergedRows(base.arrays[name], tuple(found), how)
+        arrays[name] = MergedRows(base.arrays[name], tuple(found), scheme)
     for name, array in adapter.whole.items():
         if name not in base.tensors or array.shape != tuple(base.tensors[name].shape):
             raise UserError(f"{adapter.path} has {name} {array.shape}, which {base.path} lacks: it is of another base")
@@ -86,8 +88,7 @@ def merged(base: Weights, adapter: Adapter, *, path: Path | None = None) -> Weig
 
 
 def open_adapter(path: Path, base: Weights) -> Adapter:
-    """The adapter in a folder of PEFT's, or in a run or checkpoint, for that base. UserError for another base, and for what holds
-    no adapter."""
+    """The adapter for `base` in a PEFT folder, run or checkpoint. UserError for another base, or if there is none."""
     if (path / CONFIG).is_file():
         return read(path, base.model)
     checkpoint.must_exist(path, expected="a run with an adapter, or a folder of PEFT's")
@@ -104,24 +105,24 @@ def open_adapter(path: Path, base: Weights) -> Adapter:
 
 
 def of_checkpoint(step: Path, model: ModelConfig) -> Adapter:
-    """What a checkpoint holds that names its base."""
+    """The adapter, or the trained parameters, in a checkpoint whose meta.json names its base."""
     config = overrides.from_json(checkpoint.read_meta(step)["config"], step / checkpoint.META)
     adapter, file = config.adapter, step / checkpoint.WEIGHTS
     arrays = tensorfile.mapped(file)
     if not adapter.rank:
         return Adapter(step, {}, arrays, adapter.codes)
     pairs: dict[Module, Pair] = {}
-    at: dict[str, int] = {}  # rows of each A that earlier modules have
-    wanted: set[str] = set()
+    rows_used: dict[str, int] = {}  # rows of each A that earlier modules have
+    expected: set[str] = set()
     for m in targeted(model, adapter.targets):
-        (name_a, name_b), first = m.factors, at.get(m.weight, 0)
+        (name_a, name_b), first = m.factors, rows_used.get(m.weight, 0)
         a, b = arrays.get(name_a), arrays.get(name_b)
-        at[m.weight] = first + adapter.rank
-        wanted |= {name_a, name_b}
-        if a is None or b is None or a.ndim != 2 or len(a) < at[m.weight] or b.shape != (m.rows, adapter.rank):
+        rows_used[m.weight] = first + adapter.rank
+        expected |= {name_a, name_b}
+        if a is None or b is None or a.ndim != 2 or len(a) < rows_used[m.weight] or b.shape != (m.rows, adapter.rank):
             raise UserError(f"{file} has no adapter of rank {adapter.rank} for {m.name}")
-        pairs[m] = Pair(a[first : at[m.weight]], b, adapter.scale)
-    tensorfile.check_names(file, arrays, wanted)
+        pairs[m] = Pair(a[first : rows_used[m.weight]], b, adapter.scale)
+    tensorfile.check_names(file, arrays, expected)
     return Adapter(step, pairs, {}, adapter.codes)
 
 
@@ -129,7 +130,7 @@ def of_checkpoint(step: Path, model: ModelConfig) -> Adapter:
 
 
 def read(folder: Path, model: ModelConfig) -> Adapter:
-    """A folder of PEFT's, for a model. UserError for what is not LoRA, or is another model's."""
+    """Read a PEFT folder for a model. UserError for anything but LoRA with options in KNOWN, and for another model's adapter."""
     config = checkpoint.read_json(folder / CONFIG)
     for key, values in KNOWN.items():
         if (found := config.get(key, values[0])) not in values:
@@ -137,53 +138,55 @@ def read(folder: Path, model: ModelConfig) -> Adapter:
     file, known = folder / FILE, {m.name: m for m in modules(model)}
     if not file.is_file():
         raise UserError(f"{file} is missing (adapter_model.bin is a pickle, which is never read)")
-    halves: dict[str, dict[str, np.ndarray]] = {}
+    matrices: dict[str, dict[str, np.ndarray]] = {}
     for name, array in tensorfile.mapped(file).items():
         match = re.fullmatch(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])(\.default)?\.weight", name)
         if match is None or match[1] not in known:
             hint = nearest(match[1], known) if match else ""
             raise UserError(f"{file} has the tensor {name!r}, which is no adapter of a linear layer of this model{hint}")
-        halves.setdefault(match[1], {})[match[2]] = array
-    if not halves:
+        matrices.setdefault(match[1], {})[match[2]] = array
+    if not matrices:
         raise UserError(f"{file} has no tensor, expected pairs of lora_A and lora_B")
-    return Adapter(folder, {known[name]: _pair(file, config, model, known[name], both) for name, both in halves.items()}, {})
+    return Adapter(folder, {known[name]: _pair(file, config, model, known[name], both) for name, both in matrices.items()}, {})
 
 
-def _pair(file: Path, config: Mapping[str, Any], model: ModelConfig, m: Module, both: Mapping[str, np.ndarray]) -> Pair:
+def _pair(file: Path, config: Mapping[str, Any], model: ModelConfig, m: Module, matrices: Mapping[str, np.ndarray]) -> Pair:
+    """Check the shapes of one module's A and B and return them in our row order, with their scale."""
     rank, alpha = _of_module(file, config, m, "r", 8), _of_module(file, config, m, "lora_alpha", 8)
     K = int(Weights(file, model, {}, None).tensors[m.weight].shape[1])
     for half, shape in (("A", (rank, K)), ("B", (m.rows, rank))):
-        array = both.get(half)
+        array = matrices.get(half)
         if array is None or array.shape != shape:
             found = "missing" if array is None else str(array.shape)
             raise UserError(f"{file}: lora_{half} of {m.name} is {found}, expected {shape} of this model and rank {rank}")
     order = _order(model, m)
-    a, b = (np.asarray(both[half], np.float32) for half in "AB")
+    a, b = (np.asarray(matrices[half], np.float32) for half in "AB")
     return Pair(a, b if order is None else b[order], AdapterConfig(f"lora:{rank}", alpha, bool(config.get("use_rslora"))).scale)
 
 
 def _of_module(file: Path, config: Mapping[str, Any], m: Module, key: str, usual: int) -> Any:
-    """`r` or `lora_alpha` of a module: that of the first pattern that its name ends with, else that of all."""
+    """PEFT's `r` or `lora_alpha` of a module: from the first rank_pattern or alpha_pattern that its name ends with, else the
+    general value (`usual`: the default if that is missing, too)."""
     patterns, found = config.get({"r": "rank_pattern", "lora_alpha": "alpha_pattern"}[key]), config.get(key, usual)
     if isinstance(patterns, dict):
         # A name, or a regular expression of one: only its dots are read as such, since a stranger's could take for ever.
         words = (word for word in patterns if re.fullmatch(r"[\w.\\^$]+", word))
-        meant = [word for word in words if f".{m.name}".endswith("." + word.strip("^$").replace("\\", ""))]
-        found = patterns[meant[0]] if meant else found
+        matching = [word for word in words if f".{m.name}".endswith("." + word.strip("^$").replace("\\", ""))]
+        found = patterns[matching[0]] if matching else found
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < 1 << 16 or (key == "r" and found % 1):
         raise UserError(f"{file.parent / CONFIG}: {key} of {m.name} is {shown(found)}, expected a number above 0")
     return found
 
 
 def _order(model: ModelConfig, m: Module) -> np.ndarray | None:
-    """Where our rows of a module lie in theirs."""
     known = family(model)
     order = known.order(model, m.weight, f"{m.name.removeprefix(known.prefix)}.weight") if known else None
     return None if order is None else np.array(order)
 
 
 def write(adapter: Adapter, out: Path, *, config: Config, base: str) -> list[str]:
-    """The folder `out` as PEFT reads it, which appears when it is whole. `config`: of the run. Returns the names of its files."""
+    """Write an adapter as a PEFT folder, which appears only when complete; returns the names of its files. `config`: the run's;
+    `base`: the path or name of the base model."""
     model, known = config.model, family(config.model)
     why = known.refused(model) if known else "it is of no architecture of Hugging Face's"
     if why or not adapter.pairs:
@@ -211,14 +214,15 @@ class _Theirs:
 
 
 def _config(adapter: Adapter, config: Config, base: str) -> dict[str, Any]:
-    every, known = modules(config.model), family(config.model)
+    """The content of PEFT's adapter_config.json; target_modules are short names if these match no other modules."""
+    all_modules, known = modules(config.model), family(config.model)
     assert known is not None
     leaves = list(dict.fromkeys(m.leaf for m in adapter.pairs))
-    whole = len(adapter.pairs) == sum(m.leaf in leaves for m in every)
+    unambiguous = len(adapter.pairs) == sum(m.leaf in leaves for m in all_modules)
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": config.adapter.rank,
         "lora_alpha": config.adapter.alpha, "lora_dropout": config.adapter.dropout, "use_rslora": config.adapter.rslora,
-        "target_modules": leaves if whole else [m.name for m in adapter.pairs], "bias": "none", "use_dora": False,
+        "target_modules": leaves if unambiguous else [m.name for m in adapter.pairs], "bias": "none", "use_dora": False,
         "fan_in_fan_out": any(known.transposed(m.weight) for m in adapter.pairs), "init_lora_weights": True, "inference_mode": True,
         "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
     }  # fmt: skip

@@ -38,7 +38,7 @@ TOKENIZER = 'tokenizer = AutoTokenizer.from_pretrained("PATH OF THIS FOLDER")'
 
 
 def text(weights: Weights, *, dtype: str, licence: str | None) -> str:
-    """The card of these weights, with what the run that they are from says of itself."""
+    """The model card (README.md) of these weights, with the training data of the run that they are from, if there is one."""
     model, tokenizer = weights.model, weights.tokenizer
     count = sum(t.trained for t in weights.tensors.values())
     loads = "# it has no tokenizer that transformers knows" if tokenizer is None or tokenizer.eot is None else TOKENIZER
@@ -86,7 +86,7 @@ def _run_of(step: Path) -> Path | None:
 
 
 def _training(step: Path, meta: dict[str, Any], train: Any) -> dict[str, str]:
-    """What the checkpoint and the rows of metrics.jsonl up to it say."""
+    """Table rows about a checkpoint, from its meta.json and the metrics up to its step."""
     rows = {"step": f"{meta['step']:,}"}
     if "samples" in meta:
         rows["tokens trained on"] = f"{meta.get('tokens', meta['samples'] * train.seq):,}"

@@ -26,8 +26,8 @@ FORMATS = {  # and what each may be stored in
 
 
 def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | None = None, merge: bool = False) -> list[str]:
-    """Writes the weights that `source` names to `out`, with `merge` those of a base with the adapter that was trained on top of it;
-    returns what to tell. UserError for a model that the format cannot hold and for an `out` that is there; nothing is made then."""
+    """Export the weights that `source` names to `out` and return lines for the user. `merge`: merge an adapter into its base first.
+    UserError, before anything is written, if the format cannot hold the model or `out` exists."""
     for option, name, known in (("--format", kind, FORMATS), ("--dtype", dtype, FORMATS.get(kind, ()))):
         if name not in known:
             also = {of: f" or {other}" for other, of in reversed(aliases.FORMATS.items())}
@@ -40,17 +40,19 @@ def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | Non
     if kind == PEFT:
         return _adapter(source, out, licence=licence, merge=merge)
     weights = open_weights(source)
-    based = "base" in checkpoint.read_meta(weights.path) if is_checkpoint(weights) else (weights.path / adapters.CONFIG).is_file()
-    if kind != TOKENIZER and based != merge:
-        hint = "export it as peft, or add --merge" if based else "leave out --merge"
-        raise UserError(f"{weights.path} {'was trained on top of' if based else 'has no adapter and no'} a base: {hint}")
+    has_adapter = (
+        "base" in checkpoint.read_meta(weights.path) if is_checkpoint(weights) else (weights.path / adapters.CONFIG).is_file()
+    )
+    if kind != TOKENIZER and has_adapter != merge:
+        hint = "export it as peft, or add --merge" if has_adapter else "leave out --merge"
+        raise UserError(f"{weights.path} {'was trained on top of' if has_adapter else 'has no adapter and no'} a base: {hint}")
     module = models.of(weights.model)
     if kind != TOKENIZER and not hasattr(module, "llmc_order" if kind.startswith("llmc") else "HUGGING_FACE"):
         raise UserError(f"{weights.path} is {models.name_of(weights.model)}, which --format {kind} does not have")
-    if kind != TOKENIZER and (why := huggingface.hugging_face(weights.model).refused(weights.model)):
-        raise UserError(f"{weights.path}: {why}")
-    if kind == "gguf" and (why := gguf.refused(weights.model)):
-        raise UserError(f"{weights.path}: {why}")
+    if kind != TOKENIZER and (reason := huggingface.hugging_face(weights.model).refused(weights.model)):
+        raise UserError(f"{weights.path}: {reason}")
+    if kind == "gguf" and (reason := gguf.refused(weights.model)):
+        raise UserError(f"{weights.path}: {reason}")
     tokens = llmc_tokenizer.content(weights.tokenizer) if kind == TOKENIZER else b""
     if kind == "gguf":
         gguf.package()
@@ -68,16 +70,16 @@ def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | Non
         missing = gguf.write(weights, out, dtype=dtype, name=card.title(weights), licence=licence)
         return [f"{out}: {dtype}", *([f"without a tokenizer: {missing}"] if missing else [])]
     names = huggingface.write(weights, out, dtype=dtype, card=card.text(weights, dtype=dtype, licence=licence))
-    said = [f"{out}: {', '.join(names)}, {dtype}"]
+    lines = [f"{out}: {', '.join(names)}, {dtype}"]
     if vocabulary.SETTINGS not in names:
         kind = weights.tokenizer.name if weights.tokenizer else "unknown"
-        why = "GPT-2's vocabulary is not on this machine" if kind == "gpt2" else f"transformers has none of kind {kind}"
-        said.append(f"without a tokenizer: {why}")
-    return said
+        reason = "GPT-2's vocabulary is not on this machine" if kind == "gpt2" else f"transformers has none of kind {kind}"
+        lines.append(f"without a tokenizer: {reason}")
+    return lines
 
 
 def _adapter(source: Path, out: Path, *, licence: str | None, merge: bool) -> list[str]:
-    """The adapter of a run for PEFT."""
+    """Export the adapter of a run as a PEFT folder."""
     if merge or licence is not None:
         raise UserError(f"--format {PEFT} is the adapter alone: leave out {'--merge' if merge else '--license'}")
     step, _ = checkpoint.find(source, optimizer=False)
@@ -92,7 +94,7 @@ def _adapter(source: Path, out: Path, *, licence: str | None, merge: bool) -> li
 
 
 def _training(weights: Weights, out: Path, *, dtype: str) -> list[str]:
-    """With the moments of AdamW, for llm.c to go on. UserError for what has none."""
+    """Export a llm.c checkpoint with AdamW's moments, from which llm.c can resume. UserError if the source has none."""
     moments = weights.path / checkpoint.OPTIMIZER
     if not is_checkpoint(weights) or not moments.is_file() or "base" in checkpoint.read_meta(weights.path):
         raise UserError(f"{weights.path} has no state of an optimizer: export it as llmc, which is weights alone")

@@ -1,4 +1,4 @@
-"""llama.cpp's files. The package `gguf` (extra "gguf") knows the layout of the file and llama.cpp's names of tensors."""
+"""Writing llama.cpp's files (GGUF) through the package `gguf` (extra "gguf"), which knows their layout and tensor names."""
 
 import json
 from importlib import import_module
@@ -39,7 +39,6 @@ PLAIN, CONTROL, ADDED, UNUSED = 1, 3, 4, 5  # kinds of tokens
 
 
 def package(needs: str = "--format gguf needs") -> Any:
-    """UserError where it is missing."""
     try:
         return import_module("gguf")
     except ModuleNotFoundError:
@@ -47,7 +46,7 @@ def package(needs: str = "--format gguf needs") -> Any:
 
 
 def refused(model: Any) -> str | None:
-    """Why a model has no such file."""
+    """Why a model cannot be written as GGUF; None if it can."""
     kind = hugging_face(model).model_type
     if kind not in ARCHITECTURES:
         return f"model.family is {kind!r}, --format gguf has {' and '.join(ARCHITECTURES)}: export it as huggingface"
@@ -61,8 +60,8 @@ def refused(model: Any) -> str | None:
 
 
 def write(weights: Weights, out: Path, *, dtype: str, name: str, licence: str | None) -> str | None:
-    """The file `out`, which appears when it is whole, and in it the model's name and licence. Matrices are stored in `dtype`;
-    vectors and positions in fp32. Gives why it has no tokenizer, if so. UserError where the package is missing."""
+    """Write the GGUF file `out` (it appears only when complete), with the model's name and licence. Matrices are stored in `dtype`,
+    vectors and position embeddings in fp32. Returns why it has no tokenizer, or None. UserError if the package is missing."""
     gguf = package()
     known = hugging_face(weights.model)
     arch = getattr(gguf.MODEL_ARCH, ARCHITECTURES[known.model_type])
@@ -133,6 +132,7 @@ def _stretch(weights: Weights) -> np.ndarray | None:
 
 
 def _sizes(writer: Any, weights: Weights, kind: Any) -> None:
+    """Write the model's hyperparameters under llama.cpp's keys."""
     model = weights.model
     known = hugging_face(model)
     config = {**{key: getattr(model, name) for key, (name, _) in known.sizes.items()}, **known.written(model)}
@@ -153,18 +153,19 @@ def _sizes(writer: Any, weights: Weights, kind: Any) -> None:
 
 
 def _tokenizer(writer: Any, tokenizer: Tokenizer | None, vocab: int) -> str | None:
-    """Write the vocabulary. Where llama.cpp cannot cut a text as the tokenizer does, the file has none; gives the reason."""
-    none = "nothing says which" if tokenizer is None else f"llama.cpp has none of kind {tokenizer.name}"
-    known = None if isinstance(tokenizer, BytePairs | HuggingFace) else none
+    """Write the vocabulary and chat template, and return None; or none and why, if llama.cpp would split text differently."""
+    unsupported = "nothing says which" if tokenizer is None else f"llama.cpp has none of kind {tokenizer.name}"
+    reason = None if isinstance(tokenizer, BytePairs | HuggingFace) else unsupported
     try:
-        found = None if known or tokenizer is None else _of(tokenizer)
+        content = None if reason or tokenizer is None else _of(tokenizer)
     except UserError as error:
-        known, found = str(error), None
-    if found is None or tokenizer is None:
+        reason, content = str(error), None
+    if content is None or tokenizer is None:
         writer.add_tokenizer_model("no_vocab")
-        return known
-    rule, tokens, kinds, merges = found
-    tokens, kinds = tokens[:vocab], kinds[:vocab]  # ids without a row are nobody's there
+        return reason
+    rule, tokens, kinds, merges = content
+    # Ids beyond the embedding's rows are dropped, missing ones are padded
+    tokens, kinds = tokens[:vocab], kinds[:vocab]
     pad = vocab - len(tokens)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(rule)
@@ -184,7 +185,7 @@ def _tokenizer(writer: Any, tokenizer: Tokenizer | None, vocab: int) -> str | No
 
 
 def _of(tokenizer: Tokenizer) -> tuple[str, list[str], list[int], list[str]]:
-    """llama.cpp's name of the rule that cuts words, printable tokens, their kinds, and the pairs in the order of their merges."""
+    """(llama.cpp's name of the pre-tokenizer, printable tokens, their kinds, merges in order) of a byte-level BPE."""
     if isinstance(tokenizer, BytePairs):
         files = vocabulary.files(tokenizer, 1)
         if not files:
@@ -208,8 +209,8 @@ def _of(tokenizer: Tokenizer) -> tuple[str, list[str], list[int], list[str]]:
 
 
 def _rule(words: list[dict[str, Any]]) -> str:
-    """llama.cpp's name of the rule by which a tokenizer's steps cut words. UserError for one that it has not: a rule that is only
-    like another would give other ids for some texts."""
+    """llama.cpp's name of the pre-tokenizer that a tokenizer's steps describe. UserError unless it matches exactly: a similar one
+    would give some texts other ids."""
     split, ends = words[:-1], words[-1]
     if ends["type"] == "ByteLevel":
         of_gpt2 = ends.get("use_regex", True)

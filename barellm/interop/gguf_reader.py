@@ -1,9 +1,8 @@
-"""Reading llama.cpp's files (GGUF version 2 and 3): sizes, tensors of every block type, tokenizer, chat template.
+"""Reading llama.cpp's files (GGUF versions 2 and 3): sizes, tensors of every block type, tokenizer, chat template.
 
-A tensor is dequantized by the package `gguf` (extra "gguf"), row by row when it is asked for, so no whole fp32 copy is in memory.
-Its reader is not used: it believes the counts of a file, and a small one can ask it for all memory. What llama.cpp's converter
-changed is undone: rows of queries and keys in pairs, norms that are stored as w + 1, the order of GPT-NeoX's queries, keys and
-values."""
+Tensors are dequantized by the package `gguf` (extra "gguf") row by row on demand, so there is never a whole fp32 copy. Its file
+reader is not used: it trusts the counts in a file, so a small file could make it allocate all memory. The changes of llama.cpp's
+converter are undone: q and k rows permuted into RoPE pairs, norm weights stored as w + 1, GPT-NeoX's order of q, k and v."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -47,7 +46,6 @@ class Header:
     data: int = 0
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value of the architecture's own."""
         return self.values.get(f"{self.values['general.architecture']}.{key}", default)
 
 
@@ -71,50 +69,51 @@ class _Cursor:
         return self.take(_LENGTH.unpack(self.take(8))[0]).decode()
 
     def value(self, kind: int) -> Any:
+        """Parse a value of a GGUF type: string, number, or array of either. Counts are checked against the bytes that are left."""
         if kind == STRING:
             return self.string()
         if kind != ARRAY:
             return self.number(NUMBERS[kind])
-        of, count = self.number("<u4"), self.number("<u8")
-        if of in NUMBERS:
-            return np.frombuffer(self.take(count * np.dtype(NUMBERS[of]).itemsize), NUMBERS[of])
-        if of != STRING:
-            raise ValueError(f"it has an array of type {of}, expected numbers or strings")
+        element_type, count = self.number("<u4"), self.number("<u8")
+        if element_type in NUMBERS:
+            return np.frombuffer(self.take(count * np.dtype(NUMBERS[element_type]).itemsize), NUMBERS[element_type])
+        if element_type != STRING:
+            raise ValueError(f"it has an array of type {element_type}, expected numbers or strings")
         if count > (len(self.content) - self.at) // 8:
             raise ValueError(f"it has an array of {count} strings, and {len(self.content) - self.at} bytes are left")
         return [self.string() for _ in range(count)]
 
 
 def header(path: Path) -> Header:
-    """UserError for a file that is damaged, or of another version."""
+    """Parse a file's keys and tensor table. UserError if it is damaged or of another version."""
     content = mapping.mapped(path)
     found = Header(path, content)
-    take = _Cursor(content)
+    cursor = _Cursor(content)
     try:
-        if take.take(4) != MAGIC:
+        if cursor.take(4) != MAGIC:
             raise ValueError("it does not begin with GGUF")
-        version = take.number("<u4")
+        version = cursor.number("<u4")
         if version not in (2, 3):
             raise ValueError(f"its version is {version}, expected 2 or 3 in little-endian order")
-        tensors, keys = take.number("<u8"), take.number("<u8")
+        tensors, keys = cursor.number("<u8"), cursor.number("<u8")
         for _ in range(keys):
-            name = take.string()
+            name = cursor.string()
             if name in found.values:
                 raise ValueError(f"it has the key {name!r} twice")
-            found.values[name] = take.value(take.number("<u4"))
+            found.values[name] = cursor.value(cursor.number("<u4"))
         for _ in range(tensors):
-            name = take.string()
+            name = cursor.string()
             if name in found.infos:
                 raise ValueError(f"it has the tensor {name!r} twice")
-            shape = tuple(take.number("<u8") for _ in range(take.number("<u4")))[::-1]
-            found.infos[name] = shape, take.number("<u4"), take.number("<u8")
-    except (ValueError, KeyError, UnicodeDecodeError, error) as wrong:
-        what = f"it has a value of type {wrong}" if isinstance(wrong, KeyError) else wrong
+            shape = tuple(cursor.number("<u8") for _ in range(cursor.number("<u4")))[::-1]
+            found.infos[name] = shape, cursor.number("<u4"), cursor.number("<u8")
+    except (ValueError, KeyError, UnicodeDecodeError, error) as problem:
+        what = f"it has a value of type {problem}" if isinstance(problem, KeyError) else problem
         raise UserError(f"{path} is no GGUF file: {what}") from None
     alignment = found.values.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise UserError(f"{path}: general.alignment is {alignment!r}, expected a power of two")
-    found.data = -(-take.at // alignment) * alignment
+    found.data = -(-cursor.at // alignment) * alignment
     return found
 
 
@@ -140,28 +139,33 @@ class Quantized:
 
 
 def _tensor(package: Any, head: Header, name: str) -> Quantized:
-    """UserError for a type that nothing here knows, and for a place outside of the file."""
+    """A tensor of the file that is dequantized on demand. UserError for an unknown type, or an offset outside the file."""
     shape, kind, offset = head.infos[name]
     try:
         kind = package.GGMLQuantizationType(kind)
-        per, size = package.GGML_QUANT_SIZES[kind]
-        package.dequantize(np.zeros((1, size), np.uint8), kind)
+        block_elements, block_bytes = package.GGML_QUANT_SIZES[kind]
+        package.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
     except (ValueError, KeyError, NotImplementedError):
         raise UserError(f"{head.path}: {name} is of type {getattr(kind, 'name', kind)}, which is not known here") from None
     width = (shape or (0,))[-1]
-    nbytes, begin = prod(shape) // per * size, head.data + offset
-    if not 0 < len(shape) <= 4 or width % per or offset % 32 or not 0 < nbytes <= len(head.content) - begin:
+    nbytes, begin = prod(shape) // block_elements * block_bytes, head.data + offset
+    if not 0 < len(shape) <= 4 or width % block_elements or offset % 32 or not 0 < nbytes <= len(head.content) - begin:
         raise UserError(
             f"{head.path}: {name} is {shape} at byte {begin}, which is not within the file of {len(head.content):,} bytes"
         )
-    held = head.content[begin : begin + nbytes]
-    rows = held.reshape(prod(shape[:-1]), -1) if shape[1:] else held.reshape(-1, size) if per == 1 else held.reshape(1, -1)
+    raw = head.content[begin : begin + nbytes]
+    rows = (
+        raw.reshape(prod(shape[:-1]), -1)
+        if shape[1:]
+        else raw.reshape(-1, block_bytes)
+        if block_elements == 1
+        else raw.reshape(1, -1)
+    )
     return Quantized(rows, shape, lambda taken: package.dequantize(taken, kind))
 
 
 def read(path: Path, *, tokenizer: bool = True) -> Weights:
-    """The weights of a file, or of all of its parts, with its `tokenizer` unless another was named. UserError for an architecture
-    that is not known, and for a damaged file."""
+    """The weights of a GGUF file (all parts of a split one), with its tokenizer if `tokenizer`. UserError if unknown or damaged."""
     package = gguf.package(f"{path} is a GGUF file, which needs")
     try:
         return _read(path, package, tokenizer)
@@ -172,6 +176,7 @@ def read(path: Path, *, tokenizer: bool = True) -> Weights:
 
 
 def _read(path: Path, package: Any, tokenizer: bool) -> Weights:
+    """Read headers of all parts, derive config.json from the keys, and map llama.cpp's tensor names to ours."""
     heads = [header(path)]
     head = heads[0]
     for number in range(2, int(head.values.get("split.count", 1)) + 1):
@@ -195,55 +200,64 @@ def _read(path: Path, package: Any, tokenizer: bool) -> Weights:
     found: dict[str, Any] = {name: t for name, t in tensors.items() if not NO_PARAMETER.match(name)}
     origin = {name: (str(path), name) for name in found}
     for part in huggingface.parts(known, model, parameters(model)):
-        theirs = gguf.name_of(names, known, part)
-        if theirs in found:
-            t = found[part.name] = found.pop(theirs)
-            origin[part.name] = origin.pop(theirs)
-            t.order, t.shift = _order(known, model, part.name), -1.0 * (architecture.startswith("gemma") and "norm" in theirs)
+        gguf_name = gguf.name_of(names, known, part)
+        if gguf_name in found:
+            t = found[part.name] = found.pop(gguf_name)
+            origin[part.name] = origin.pop(gguf_name)
+            t.order, t.shift = _order(known, model, part.name), -1.0 * (architecture.startswith("gemma") and "norm" in gguf_name)
     found, origin = ({known.head if name == "output.weight" else name: one for name, one in d.items()} for d in (found, origin))
     weights = huggingface.whole(path, model, found, origin, rows_are_out=True)
     return Weights(path, model, weights.arrays, gguf_tokenizer.read(path, head.values, model.vocab_size) if tokenizer else None)
 
 
 def _config(head: Header, tensors: Mapping[str, Quantized]) -> dict[str, Any]:
-    """Sizes and options as config.json would say them. What a file of this architecture does not say has transformers' default."""
+    """The keys of config.json that the file's keys and tensor shapes correspond to. Missing ones get transformers' defaults."""
     kind = MODEL_TYPES[head.values["general.architecture"]]
-    found: dict[str, Any] = {key: head.get(name) for key, name in gguf.SIZES.items()}
-    for key, value in found.items():
+    config: dict[str, Any] = {key: head.get(name) for key, name in gguf.SIZES.items()}
+    for key, value in config.items():
         if isinstance(value, np.ndarray):  # one for each layer
             if len(set(value.tolist())) != 1:
                 raise UserError(f"{head.path}: {key} is {value.tolist()}, expected the same in all layers")
-            found[key] = value[0].item()
-    found = {key: value for key, value in found.items() if value is not None}
-    heads, width = found.get("num_attention_heads"), found.get("hidden_size")
+            config[key] = value[0].item()
+    config = {key: value for key, value in config.items() if value is not None}
+    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
     if "token_embd.weight" not in tensors or not isinstance(heads, int) or not isinstance(width, int) or heads < 1:
         raise UserError(f"{head.path} lacks token_embd.weight, attention.head_count or embedding_length")
-    size = found.setdefault("head_dim", width // heads)
-    found |= {"model_type": kind, "vocab_size": tensors["token_embd.weight"].shape[0]}
-    found["tie_word_embeddings"] = "output.weight" not in tensors
+    size = config.setdefault("head_dim", width // heads)
+    config |= {"model_type": kind, "vocab_size": tensors["token_embd.weight"].shape[0]}
+    config["tie_word_embeddings"] = "output.weight" not in tensors
     biased = [f"blk.0.{name}.bias" in tensors for name in ("attn_q", "attn_qkv")]
-    found |= {"attention_bias": any(biased), "use_qkv_bias": any(biased), "mlp_bias": "blk.0.ffn_up.bias" in tensors}
-    found |= {"n_inner": head.get("feed_forward_length")} if kind == "gpt2" else {}
+    config |= {"attention_bias": any(biased), "use_qkv_bias": any(biased), "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+    config |= {"n_inner": head.get("feed_forward_length")} if kind == "gpt2" else {}
     if head.get("rope.dimension_count", size) != size:
-        found["partial_rotary_factor"] = head.get("rope.dimension_count") / size
+        config["partial_rotary_factor"] = head.get("rope.dimension_count") / size
     if kind.startswith("gemma"):  # llama.cpp has the scale of its largest models in code
-        largest = {"gemma2": 46, "gemma3_text": 62}[kind] == found.get("num_hidden_layers")
-        found["query_pre_attn_scalar"] = width // heads if largest else size
-    return found | _rope(head, tensors, found)
+        largest = {"gemma2": 46, "gemma3_text": 62}[kind] == config.get("num_hidden_layers")
+        config["query_pre_attn_scalar"] = width // heads if largest else size
+    return config | _rope(head, tensors, config)
 
 
 def _rope(head: Header, tensors: Mapping[str, Quantized], config: Mapping[str, Any]) -> dict[str, Any]:
-    kind, old = head.get("rope.scaling.type", "none"), head.get("rope.scaling.original_context_length")
-    said = {"factor": head.get("rope.scaling.factor", head.get("rope.scale_linear")), "original_max_position_embeddings": old}
+    """config.json's RoPE scaling from the file's keys or its tensors of frequency factors; {} for plain RoPE."""
+    kind, old_length = head.get("rope.scaling.type", "none"), head.get("rope.scaling.original_context_length")
+    yarn_keys = {
+        "factor": head.get("rope.scaling.factor", head.get("rope.scale_linear")),
+        "original_max_position_embeddings": old_length,
+    }
     if "rope_factors_long.weight" in tensors:
-        each = {key: [float(str(x)) for x in tensors[f"rope_factors_{key}.weight"][:].ravel()] for key in ("short", "long")}
-        by = head.get("rope.scaling.attn_factor")
-        scaling = {"rope_type": "longrope", "short_factor": each["short"], "long_factor": each["long"], "attention_factor": by}
-        return {"rope_scaling": scaling, "original_max_position_embeddings": old}
+        factors = {key: [float(str(x)) for x in tensors[f"rope_factors_{key}.weight"][:].ravel()] for key in ("short", "long")}
+        attention_factor = head.get("rope.scaling.attn_factor")
+        scaling = {
+            "rope_type": "longrope",
+            "short_factor": factors["short"],
+            "long_factor": factors["long"],
+            "attention_factor": attention_factor,
+        }
+        return {"rope_scaling": scaling, "original_max_position_embeddings": old_length}
     if "rope_freqs.weight" in tensors:
         return {"rope_scaling": _llama3(head, tensors["rope_freqs.weight"][:].ravel(), config)}
     if kind in ("linear", "yarn"):
-        kept = {key: value for key, value in said.items() if value is not None}
+        kept = {key: value for key, value in yarn_keys.items() if value is not None}
         return {"rope_scaling": {"rope_type": kind, **kept}}
     if kind != "none":
         raise UserError(f"{head.path}: rope.scaling.type is {kind!r}, expected 'none', 'linear', 'yarn' or 'longrope'")
@@ -251,16 +265,16 @@ def _rope(head: Header, tensors: Mapping[str, Quantized], config: Mapping[str, A
 
 
 def _llama3(head: Header, divisors: np.ndarray, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a llama3 scaling that gives these divisors of the frequencies: llama.cpp keeps the divisors alone. Every model of
-    Meta's has the same low and high; they are taken for given, and the result is compared."""
+    """Recover llama3 RoPE scaling from its frequency divisors, which are all that llama.cpp keeps. Every Meta model has the same
+    low and high factors, so only the original length is searched; the result is compared with the divisors."""
     factor, theta = float(divisors.max()), config.get("rope_theta", 10_000.0)
-    for old in (8192, *(2**i for i in range(4, 20))):
-        scaling = Scaling(factor=factor, old_seq=old)
+    for old_length in (8192, *(2**i for i in range(4, 20))):
+        scaling = Scaling(factor=factor, old_seq=old_length)
         plain, scaled = (frequencies(config["head_dim"], theta=theta, scaling=s) for s in (None, scaling))
         if len(plain) == len(divisors) and np.allclose(plain / scaled, divisors, rtol=1e-5):
             return {
                 "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": old,
+                "original_max_position_embeddings": old_length,
             }  # fmt: skip
     raise UserError(f"{head.path}: no llama3 scaling gives the divisors in rope_freqs.weight, the largest of which is {factor:g}")
 

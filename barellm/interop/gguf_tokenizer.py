@@ -25,8 +25,8 @@ RULES = {  # tokenizer.ggml.pre -> how it cuts words
 
 
 def read(path: Path, values: Mapping[str, Any], rows: int) -> Tokenizer | None:
-    """The tokenizer of a file whose keys have these `values`, None where it has none. UserError for one of another kind, and for a
-    way to cut words that is not known: with another one, a text would have other ids, without a word."""
+    """The tokenizer of a GGUF file with these `values` (its keys) for a model of `rows` embedding rows; None if it has none.
+    UserError for an unknown kind or pre-tokenizer rule: another rule would silently give other ids."""
     kind, names = values.get("tokenizer.ggml.model", "no_vocab"), values.get("tokenizer.ggml.tokens")
     if kind in ("no_vocab", "none") or not names:
         return None
@@ -50,18 +50,18 @@ def read(path: Path, values: Mapping[str, Any], rows: int) -> Tokenizer | None:
         purposes = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "unknown": "unk_token"}
         settings |= {key: names[ids[p]] for p, key in purposes.items() if ids[p] is not None}
         named = {key.rpartition(".")[2]: value for key, value in values.items() if key.startswith("tokenizer.chat_template.")}
-        if usual := values.get("tokenizer.chat_template"):
-            named = {"default": usual} | named
+        if default_template := values.get("tokenizer.chat_template"):
+            named = {"default": default_template} | named
         if named:
             settings["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
         ends = [ids[p] for p in ("eos", "eot", "eom") if ids[p] is not None]
         files = {conventions.SETTINGS: settings, conventions.GENERATION: {"eos_token_id": ends}}
-        as_bytes = {name: json.dumps(one).encode() for name, one in files.items()}
-        made = vocabulary.of_one_file(path, json.dumps(content, ensure_ascii=False).encode(), as_bytes)
+        json_files = {name: json.dumps(one).encode() for name, one in files.items()}
+        tokenizer = vocabulary.of_one_file(path, json.dumps(content, ensure_ascii=False).encode(), json_files)
         assert len(set(names)) == len(names), "a token stands twice"
     except (ValueError, TypeError, AttributeError, LookupError, AssertionError) as error:
         raise UserError(f"{path}: its tokenizer is damaged ({type(error).__name__}: {error}): name one with --tokenizer") from None
-    return fitting(made.with_files(as_bytes), rows, path)
+    return fitting(tokenizer.with_files(json_files), rows, path)
 
 
 def _added(i: int, name: str, kind: int) -> dict[str, Any]:
@@ -70,54 +70,53 @@ def _added(i: int, name: str, kind: int) -> dict[str, Any]:
 
 
 def _of_bytes(path: Path, values: Mapping[str, Any], names: list[str], kinds: list[int]) -> dict[str, Any]:
-    """A BPE of bytes, in printable characters there."""
+    """tokenizer.json of a byte-level BPE, whose tokens GGUF stores in GPT-2's printable alphabet."""
     rule = RULES.get(values.get("tokenizer.ggml.pre", "default"))
     if rule is None:
         found = values.get("tokenizer.ggml.pre", "default")
         raise UserError(f"{path}: tokenizer.ggml.pre is {found!r}, expected {' or '.join(RULES)}: name one with --tokenizer")
     in_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": rule in ("", "digits")}
-    cut = {"type": "Split", "pattern": {"Regex": rule}, "behavior": "Isolated", "invert": False}
-    cut = {"type": "Digits", "individual_digits": True} if rule == "digits" else cut
-    own = {name: i for i, (name, kind) in enumerate(zip(names, kinds, strict=True)) if kind not in (CONTROL, ADDED)}
+    split = {"type": "Split", "pattern": {"Regex": rule}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Digits", "individual_digits": True} if rule == "digits" else split
+    vocab = {name: i for i, (name, kind) in enumerate(zip(names, kinds, strict=True)) if kind not in (CONTROL, ADDED)}
     merges = [pair.split(" ") for pair in values["tokenizer.ggml.merges"]]
     return _content(
-        {"vocab": own, "merges": merges, "ignore_merges": rule == LLAMA_3_WORDS},
+        {"vocab": vocab, "merges": merges, "ignore_merges": rule == LLAMA_3_WORDS},
         normalizer={"type": "NFC"} if rule == QWEN_2_WORDS else None,
-        pre_tokenizer={"type": "Sequence", "pretokenizers": [cut, in_bytes]} if rule else in_bytes, decoder=in_bytes,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [split, in_bytes]} if rule else in_bytes, decoder=in_bytes,
     )  # fmt: skip
 
 
 def _of_pieces(values: Mapping[str, Any], names: list[str], kinds: list[int]) -> dict[str, Any]:
-    """SentencePiece's BPE, with bytes for what has no piece. Where the file has no merges, they follow from the scores: of all ways
-    to make a piece of two, first those of the highest score."""
-    own = {name: i for i, name in enumerate(names)}
+    """tokenizer.json of a SentencePiece BPE with byte fallback. If the file has no merges, they are derived from the scores: of all
+    ways to make a piece of two, the highest score first."""
+    ids = {name: i for i, name in enumerate(names)}
     merges = values.get("tokenizer.ggml.merges")
     if merges is None:
         scores = values["tokenizer.ggml.scores"].tolist()
-        found = [
+        candidates = [
             (scores[i], len(name[:cut]), len(name[cut:]), [name[:cut], name[cut:]])
-            for name, i in own.items() for cut in range(1, len(name)) if name[:cut] in own and name[cut:] in own
+            for name, i in ids.items() for cut in range(1, len(name)) if name[:cut] in ids and name[cut:] in ids
         ]  # fmt: skip
-        pairs = [pair for *_, pair in sorted(found, key=lambda one: one[:3], reverse=True)]
+        pairs = [pair for *_, pair in sorted(candidates, key=lambda one: one[:3], reverse=True)]
     else:
         pairs = [pair.split(" ") for pair in merges]
     prefix = values.get("tokenizer.ggml.add_space_prefix", True)
     spaces = [{"type": "Prepend", "prepend": SPACE}] * bool(prefix)
-    back = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
-    back += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * bool(prefix)
+    decoders = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    decoders += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * bool(prefix)
     unknown = next((names[i] for i, kind in enumerate(kinds) if kind == UNKNOWN), None)
     return _content(
-        {"vocab": own, "merges": pairs, "byte_fallback": BYTE in kinds, "unk_token": unknown, "fuse_unk": True},
+        {"vocab": ids, "merges": pairs, "byte_fallback": BYTE in kinds, "unk_token": unknown, "fuse_unk": True},
         normalizer={
             "type": "Sequence",
             "normalizers": [*spaces, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}],
         },
-        pre_tokenizer=None, decoder={"type": "Sequence", "decoders": back},
+        pre_tokenizer=None, decoder={"type": "Sequence", "decoders": decoders},
     )  # fmt: skip
 
 
 def _content(model: Mapping[str, Any], **steps: Any) -> dict[str, Any]:
-    """A tokenizer.json."""
     usual = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
     usual |= {"fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
     return {"version": "1.0", "truncation": None, "padding": None, "post_processor": None, **steps, "model": {**usual, **model}}

@@ -19,22 +19,22 @@ def is_name(path: Path | str) -> bool:
 
 
 def fetched(name: str) -> Path:
-    """The folder, or the GGUF file, of hf:OWNER/NAME[/FILE.gguf][@REVISION] in the package's cache, which is brought up to date
-    first. UserError where the hub does not give it."""
+    """Download (or update) hf:OWNER/NAME[/FILE.gguf][@REVISION] into huggingface_hub's cache and return the folder or file.
+    UserError if the hub does not deliver it."""
     found = NAME.fullmatch(name)
     if found is None:
         raise UserError(f"{name} is no name on the hub, expected hf:OWNER/NAME, with /FILE.gguf for one file, and @REVISION")
     hub: Any = required("huggingface_hub", name)
     repo, file = found["repo"], (found["file"] or "").removeprefix("/")
-    how = {"revision": found["revision"], "endpoint": os.environ.get("HF_ENDPOINT")}
+    options = {"revision": found["revision"], "endpoint": os.environ.get("HF_ENDPOINT")}
     try:
         if file:
-            return Path(hub.hf_hub_download(repo, file, **how))
-        folder = Path(hub.snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=NOT_WANTED, **how))
-        others = [] if any(folder.glob("*.safetensors")) else hub.HfApi(endpoint=how["endpoint"]).list_repo_files(repo)
+            return Path(hub.hf_hub_download(repo, file, **options))
+        folder = Path(hub.snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=NOT_WANTED, **options))
+        others = [] if any(folder.glob("*.safetensors")) else hub.HfApi(endpoint=options["endpoint"]).list_repo_files(repo)
     except Exception as error:  # the library has many, from several packages
-        said = next((line for line in str(error).splitlines() if line.strip()), "")
-        raise UserError(f"{name} does not come from the hub: {type(error).__name__}: {said}") from error
+        reason = next((line for line in str(error).splitlines() if line.strip()), "")
+        raise UserError(f"{name} does not come from the hub: {type(error).__name__}: {reason}") from error
     if files := sorted(one for one in others if one.endswith(".gguf")):
         raise UserError(f"{name} has no safetensors, expected one of its GGUF files: hf:{repo}/{files[0]} ({len(files)} in all)")
     return folder

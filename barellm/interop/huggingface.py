@@ -41,8 +41,7 @@ def is_folder(path: Path) -> bool:
 
 
 def read(folder: Path) -> Weights:
-    """The weights of a folder, without its tokenizer. It is a UserError if the model is none of our architectures, or is not
-    whole."""
+    """The weights of a folder, without its tokenizer. UserError for an unknown architecture or an incomplete folder."""
     model = read_model(folder)
     return whole(folder, model, *_tensors(folder, hugging_face(model)))
 
@@ -50,23 +49,25 @@ def read(folder: Path) -> Weights:
 def whole(
     path: Path, model: ModelConfig, tensors: dict[str, Any], origin: dict[str, tuple[str, str]], *, rows_are_out: bool = False
 ) -> Weights:
-    """The weights in arrays by Hugging Face's names; `origin`: the file of each and its name there. With `rows_are_out` every
-    matrix is (out, in). UserError if one is missing or of another shape, or one is too many."""
+    """Weights from arrays by Hugging Face's names; `origin`: each one's file and full name there. With `rows_are_out` every matrix
+    is (out, in). UserError for missing, extra or wrongly shaped tensors."""
     known = hugging_face(model)
     if rows_are_out:
         known = replace(known, transposed=lambda ours: False)
-    places = {part.name: part for part in parts(known, model, parameters(model))}
+    expected_parts = {part.name: part for part in parts(known, model, parameters(model))}
     tied = known.tied(model)
-    embedding = next((name for name, part in places.items() if part.ours == tied), "")
+    embedding = next((name for name, part in expected_parts.items() if part.ours == tied), "")
     if tied and embedding not in tensors and known.head in tensors:  # one matrix, under its other name
         tensors[embedding], origin[embedding] = tensors.pop(known.head), origin[known.head]
-    begins = known.prefix if any(known.prefix in full for _, full in origin.values()) else ""
-    spelled = {name: name if name == known.head else begins + name for name in places}
-    spelled |= {name: full for name, (_, full) in origin.items()}
-    named = [{spelled[name] for name in names} for names in (tensors.keys() - ({known.head} if tied else set()), places)]
-    tensorfile.check_names(path, *named)
+    prefix = known.prefix if any(known.prefix in full for _, full in origin.values()) else ""
+    full_names = {name: name if name == known.head else prefix + name for name in expected_parts}
+    full_names |= {name: full for name, (_, full) in origin.items()}
+    name_sets = [
+        {full_names[name] for name in names} for names in (tensors.keys() - ({known.head} if tied else set()), expected_parts)
+    ]
+    tensorfile.check_names(path, *name_sets)
     found: dict[str, list[np.ndarray | Reordered]] = {}
-    for theirs, part in places.items():
+    for theirs, part in expected_parts.items():
         array, shape = tensors[theirs], part.shape
         if array.dtype not in (np.float32, np.float16, ml_dtypes.bfloat16):
             raise UserError(f"{': '.join(origin[theirs])} is {array.dtype}, expected float32, bfloat16 or float16")
@@ -100,7 +101,7 @@ class Part:
 
 
 def parts(known: HuggingFace, model: ModelConfig, expected: Mapping[str, Tensor]) -> Iterator[Part]:
-    """All tensors that a model is there, in the order of our parameters."""
+    """All tensors that Hugging Face stores for a model, in the order of ours (`expected`); one of ours may be several there."""
     for ours, t in expected.items():
         first, transposed = 0, known.transposed(ours)
         for theirs, rows in known.parts(model, ours).items():
@@ -119,45 +120,43 @@ def read_model(folder: Path) -> ModelConfig:
 
 
 def model_of(path: Path, config: Mapping[str, Any]) -> ModelConfig:
-    """The configuration that a config.json at `path` says."""
-    known, module = _known(path, config)
+    """Our configuration for the config.json `config`, read from `path`. UserError for values that our model does not support."""
+    arch, module = _known(path, config)
     try:
-        for key, values in known.kinds.items():
+        for key, values in arch.kinds.items():
             _one_of(key, config.get(key, values[0]), values)
-        found = {name: (key, config.get(key, default)) for key, (name, default) in known.sizes.items()}
-        for key, (name, default, values) in known.words.items():
+        found = {name: (key, config.get(key, default)) for key, (name, default) in arch.sizes.items()}
+        for key, (name, default, values) in arch.words.items():
             found[name] = key, values[_one_of(key, config.get(key, default), tuple(values))]
-        found |= known.read(config)
+        found |= arch.read(config)
         kinds = {name: entry.kind for name, entry in entries(module.Config).items()}
         given = {name: converted(key, value, kinds[name]) for name, (key, value) in found.items()}
-        model = module.Config(**known.fixed, **given)
-        if hugging_face(model) is not known:
-            model = replace(model, family=known.model_type)
+        model = module.Config(**arch.fixed, **given)
+        if hugging_face(model) is not arch:
+            model = replace(model, family=arch.model_type)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    for key, value in known.derived.items():
+    for key, value in arch.derived.items():
         if config.get(key) not in (None, value(model)):
             raise UserError(f"{path}: {key} is {config[key]!r}, expected {value(model)!r} by the other keys")
     return model
 
 
 def _one_of(key: str, found: Any, values: tuple[Any, ...]) -> Any:
-    """`found`, one of the `values`."""
     if not isinstance(found, str | bool | int | float | None) or found not in values:
         raise UserError(f"{key} is {found!r}, expected {' or '.join(map(repr, values))}")
     return found
 
 
 def _known(path: Path, config: Mapping[str, Any]) -> tuple[HuggingFace, ModuleType]:
-    """The architecture that config.json names by its model_type, or by its class in `architectures`.
-    UserError for weights that are quantized."""
+    """The architecture named by config.json's `model_type`, or by its class. UserError for unknown and for quantized ones."""
     found: dict[str, tuple[HuggingFace, ModuleType]] = {}
     for module in map(models.module, models.names()):
         found |= {known.model_type: (known, module) for known in architectures(module)}
     classes = config.get("architectures") or ()
     named = (one.model_type for one, _ in found.values() if isinstance(classes, list) and one.class_name in classes)
-    old = models.BEFORE_NAMES if "n_embd" in config else None  # GPT-2's first files said neither
-    name = config["model_type"] if "model_type" in config else next(named, old)
+    oldest = models.BEFORE_NAMES if "n_embd" in config else None  # GPT-2's first files said neither
+    name = config["model_type"] if "model_type" in config else next(named, oldest)
     if not isinstance(name, str) or name not in found:
         missing = [what for what, has in MISSING.items() if has(config)]
         why = f" (it has {' and '.join(missing)}, which no architecture here has)" if missing else ""
@@ -185,8 +184,7 @@ MISSING: dict[str, Callable[[Mapping[str, Any]], bool]] = {  # what architecture
 
 
 def _tensors(folder: Path, known: HuggingFace) -> tuple[dict[str, np.ndarray], dict[str, tuple[str, str]]]:
-    """Arrays, and of each its file and the name that it has there, by Hugging Face's names without their prefix; what is no
-    parameter left out."""
+    """(arrays, {name: (file, full name)}) by Hugging Face's names without prefix; buffers that are no parameters are left out."""
     tensors: dict[str, np.ndarray] = {}
     origin: dict[str, tuple[str, str]] = {}
     for path, listed in _files(folder).items():
@@ -204,7 +202,7 @@ def _tensors(folder: Path, known: HuggingFace) -> tuple[dict[str, np.ndarray], d
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:
-    """File -> the tensors that must be in it, as far as an index says."""
+    """The safetensors files of a folder: file -> the tensors that the index lists for it (empty set without an index)."""
     if (folder / FILE).is_file():
         return {folder / FILE: set()}
     if not (folder / INDEX).is_file():
@@ -249,6 +247,7 @@ class _Theirs:
         }
 
     def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
+        """Rows [lo, hi) of a tensor in Hugging Face's layout: reordered, transposed or split off from one of ours."""
         part = self.parts[name]
         if part.order is not None:
             if self.reordered[0] != name:
@@ -263,7 +262,7 @@ class _Theirs:
 
 
 def write(weights: Weights, out: Path, *, dtype: str, card: str) -> list[str]:
-    """The folder `out`, which appears when it is whole. Returns the names of its files. OSError: nothing is there."""
+    """Write the folder `out` for transformers (it appears when complete); returns its file names. OSError: nothing is left."""
     source = _Theirs(weights)
     files = {CONFIG: (json.dumps(_config(weights, dtype), indent=2) + "\n").encode(), CARD: card.encode()}
     if weights.tokenizer is not None:
@@ -277,6 +276,7 @@ def write(weights: Weights, out: Path, *, dtype: str, card: str) -> list[str]:
 
 
 def _config(weights: Weights, dtype: str) -> dict[str, Any]:
+    """The content of config.json for these weights."""
     model, tokenizer = weights.model, weights.tokenizer
     known = hugging_face(model)
     return {

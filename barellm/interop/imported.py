@@ -37,8 +37,8 @@ def save(
     weights: Weights, out: Path, *, config: Config | None = None, step: int = 0, total: int | None = None,
     state: State | None = None,
 ) -> Path:  # fmt: skip
-    """The checkpoint's folder in the new folder `out`. `config`: what is known of the weights, where they are a run's; they
-    are then those of its `step` of `total`. With llm.c's `state` a run of `config` goes on from it."""
+    """Save another program's weights as a checkpoint in the new folder `out`, and return its folder. `config`, `step` and `total`:
+    known if the weights are a run's. With llm.c's `state` (optimizer, data position) a run of `config` can resume from it."""
     tokenizer = weights.tokenizer or Ids(weights.model.vocab_size)
     config = config or like(weights)
     meta = {
@@ -57,8 +57,8 @@ def save(
 
 
 def _training(config: Config, state: State) -> dict[str, Any]:
-    """What a run needs to go on, of one that began elsewhere: it has no hash of its data, and no seconds. UserError where the run
-    could not have taken these steps."""
+    """The meta.json entries from which a run resumes that began in llm.c: no hash of its data, no elapsed time. UserError where
+    this configuration could not have taken these steps."""
     optim, train = config.optim, config.train
     if optim.name != "adamw":
         raise UserError(f"optim.name is {optim.name!r}, and {state.path} has the moments of AdamW, expected 'adamw'")

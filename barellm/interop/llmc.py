@@ -23,7 +23,7 @@ PADDING = 128
 
 
 def read(path: Path) -> Weights:
-    """The weights of a file. It is a UserError if the file is not llm.c's GPT-2, or not whole."""
+    """The weights of a llm.c model file, memory-mapped. UserError unless it is llm.c's GPT-2 and complete."""
     size = path.stat().st_size
     with path.open("rb") as file:
         words = np.frombuffer(file.read(HEADER).ljust(HEADER, b"\0"), "<i4").tolist()
@@ -44,11 +44,11 @@ def read(path: Path) -> Weights:
     if size != expected:
         raise UserError(f"{path} has {size} bytes, expected {expected} by its header")
     data = mapped(path, dtype, offset=HEADER)
-    arrays, at = {}, 0
+    arrays, begin = {}, 0
     for name in gpt2.llmc_order(model):
-        end = at + prod(shapes[name])
-        arrays[name] = data[at:end].reshape(shapes[name])
-        at = end
+        end = begin + prod(shapes[name])
+        arrays[name] = data[begin:end].reshape(shapes[name])
+        begin = end
     return Weights(path, model, arrays, Gpt2() if vocab == VOCAB else None)
 
 
@@ -58,7 +58,7 @@ def pad(model: gpt2.Config) -> int:
 
 
 def write(weights: Weights, out: Path, *, dtype: str) -> None:
-    """The file `out`, which appears when it is whole. OSError: nothing is there."""
+    """Write a llm.c model file, which appears only when complete. OSError: nothing is left."""
     model, version = weights.model, VERSIONS[dtype]
     assert isinstance(model, gpt2.Config)  # `exported` refuses
     words = [MAGIC, version, model.max_seq, model.vocab_size, model.layers, model.heads, model.d_model]

@@ -67,7 +67,6 @@ class State:
 
     @property
     def story(self) -> str:
-        """A line that says what was found."""
         many = f", {self.processes} processes" if self.processes > 1 else ""
         weights = ", master weights" if self.master else ""
         return f"{self.path.name}: step {self.step:,}, both moments{weights}{many}"
@@ -85,14 +84,15 @@ class Training:
         return _tensors(self.weights.model)
 
     def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
+        """Rows [lo, hi) of a weight, or of a moment "NAME.m" or "NAME.v"; padded rows are zero."""
         if name == "skipped":
             return np.zeros(1, np.int32)
         if name in self.weights.tensors:
             return self.weights.read_rows(name, lo, hi)
         name, _, moment = name.rpartition(".")
-        t, found = self.weights.tensors[name], {"m": self.state.m, "v": self.state.v}[moment][name]
+        t, moments = self.weights.tensors[name], {"m": self.state.m, "v": self.state.v}[moment][name]
         rows, valid = np.zeros((hi - lo, *t.shape[1:]), np.float32), max(0, min(hi, t.valid_rows) - lo)
-        rows[:valid] = found[lo : lo + valid]
+        rows[:valid] = moments[lo : lo + valid]
         return rows
 
 
@@ -115,26 +115,27 @@ def beside(path: Path) -> list[Path]:
 
 
 def read(paths: Sequence[Path], weights: Weights) -> State:
-    """The state in the files of all processes. UserError for files that are not llm.c's, or not whole, or not of this model."""
+    """The training state in the files of all llm.c processes, merged (ZeRO-1 shards each tensor). UserError if they are incomplete,
+    inconsistent or of another model."""
     model = weights.model
     assert isinstance(model, gpt2.Config)
     wte: Any = weights.arrays["wte"]
-    own = {name: t.shape for name, t in parameters(model).items()} | {"wte": wte.shape}
-    shapes = {name: tuple(map(int, own[name])) for name in gpt2.llmc_order(model)}
+    known_shapes = {name: t.shape for name, t in parameters(model).items()} | {"wte": wte.shape}
+    shapes = {name: tuple(map(int, known_shapes[name])) for name in gpt2.llmc_order(model)}
     files = [_File(path) for path in paths]
     first = files[0]
     for rank, file in enumerate(files):
         if (file.processes, file.rank) != (len(files), rank):
-            here = f"{file.path} is of process {file.rank} of {file.processes}"
-            raise UserError(f"{here}, expected {rank} of {len(files)}, as many as there are files")
+            actual = f"{file.path} is of process {file.rank} of {file.processes}"
+            raise UserError(f"{actual}, expected {rank} of {len(files)}, as many as there are files")
         if (file.step, file.master) != (first.step, first.master):
             raise UserError(f"{file.path} is of step {file.step}, and {first.path} of step {first.step}")
     if first.step != int(first.path.name.split("_")[1]):
         raise UserError(f"{first.path} is of step {first.step}, and its name says another")
     total = sum(map(prod, shapes.values()))
-    whole = [file.tail(total) for file in files]
-    if all(tail is not None for tail in whole):  # every process has everything
-        files, tails = files[:1], whole[:1]
+    full_tails = [file.tail(total) for file in files]
+    if all(tail is not None for tail in full_tails):  # every process has everything
+        files, tails = files[:1], full_tails[:1]
     else:
         tails = [file.tail(total // len(files)) for file in files]
         if any(size % len(files) for size in map(prod, shapes.values())) or None in tails:
@@ -143,15 +144,16 @@ def read(paths: Sequence[Path], weights: Weights) -> State:
     counts = {name: prod(shape) // len(files) for name, shape in shapes.items()}
 
     def plane(number: int) -> dict[str, Flat]:
-        found, at = {}, number * sum(counts.values())
+        """Array number `number` of the file (0: m, 1: v, 2: master weights), split into parameters."""
+        found, begin = {}, number * sum(counts.values())
         for name, count in counts.items():
-            found[name] = Flat([file.values[at : at + count] for file in files], shapes[name])
-            at += count
+            found[name] = Flat([file.values[begin : begin + count] for file in files], shapes[name])
+            begin += count
         return found
 
     master = plane(2) if first.master else {}
-    place = {"processes": first.processes, "shuffled": first.shuffled, "shard": first.shard, "sample": first.sample}
-    return State(first.path, first.step, first.processes, plane(0), plane(1), master, place | (tails[0] or {}))
+    data_place = {"processes": first.processes, "shuffled": first.shuffled, "shard": first.shard, "sample": first.sample}
+    return State(first.path, first.step, first.processes, plane(0), plane(1), master, data_place | (tails[0] or {}))
 
 
 class _File:
@@ -171,23 +173,23 @@ class _File:
         return self.bytes[llmc.HEADER : end].view("<f4")
 
     def tail(self, parameters: int) -> dict[str, Any] | None:
-        """What stands behind the planes of so many numbers: the list of shards. None where the file is not of that size."""
-        at = llmc.HEADER + 4 * self.planes * parameters
+        """The data position behind arrays of `parameters` elements each: {} if not shuffled; None if the file's size is wrong."""
+        offset = llmc.HEADER + 4 * self.planes * parameters
         if not self.shuffled:
-            return {} if self.size == at else None
+            return {} if self.size == offset else None
         lists = []
         for _ in range(2):
-            count = int(self.bytes[at : at + 8].view("<u8")[0]) if at + 8 <= self.size else self.size
-            if at + 8 + 4 * count > self.size:
+            count = int(self.bytes[offset : offset + 8].view("<u8")[0]) if offset + 8 <= self.size else self.size
+            if offset + 8 + 4 * count > self.size:
                 return None
-            lists.append(self.bytes[at + 8 : at + 8 + 4 * count].view("<i4"))
-            at += 8 + 4 * count
-        return {"shards": lists[0].tolist()} if self.size == at + TWISTER.itemsize else None
+            lists.append(self.bytes[offset + 8 : offset + 8 + 4 * count].view("<i4"))
+            offset += 8 + 4 * count
+        return {"shards": lists[0].tolist()} if self.size == offset + TWISTER.itemsize else None
 
 
 def write(weights: Weights, moments: Path, out: Path, *, dtype: str, step: int, data_position: DataPosition | None) -> list[str]:
-    """The new folder `out` with a whole checkpoint for one process of llm.c; returns the names of its files. `moments`: the file of
-    a checkpoint that has them. `standing`: where the data stands; None: at its beginning, in its order."""
+    """Write a llm.c checkpoint for one process into the new folder `out`; returns the names of its files. `moments`: a checkpoint's
+    optimizer file. `data_position` None: llm.c starts its data from the beginning, unshuffled."""
     model = weights.model
     assert isinstance(model, gpt2.Config)
     state = tensorfile.mapped(moments)

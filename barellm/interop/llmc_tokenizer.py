@@ -15,7 +15,7 @@ END_OF_TEXT = b"<|endoftext|>"
 
 
 def read(path: Path) -> BytePairs:
-    """The tokenizer of a file: GPT-2's, or a BPE of bytes whose ids are in the order of their merges. UserError for any other."""
+    """The tokenizer of a file: GPT-2's, or a byte-level BPE with ids in merge order. UserError for any other."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -24,11 +24,11 @@ def read(path: Path) -> BytePairs:
     if magic != MAGIC or version not in (1, 2):
         raise UserError(f"{path} begins with [{magic}, {version}], expected [{MAGIC}, 2], a tokenizer of llm.c")
     eot = EOT if version == 1 else eot
-    tokens, at = [], HEADER
-    while at < len(content):
-        tokens.append(content[at + 1 : at + 1 + content[at]])
-        at += 1 + content[at]
-    if at != max(len(content), HEADER) or len(tokens) != count or not 0 <= eot < count:
+    tokens, offset = [], HEADER
+    while offset < len(content):
+        tokens.append(content[offset + 1 : offset + 1 + content[offset]])
+        offset += 1 + content[offset]
+    if offset != max(len(content), HEADER) or len(tokens) != count or not 0 <= eot < count:
         raise UserError(f"{path} has {len(tokens)} tokens, expected {count} whole ones by its header")
     tokens[eot] = b""
     if vocabulary_hash(Gpt2.name, eot, tokens) == HASH:
@@ -39,7 +39,7 @@ def read(path: Path) -> BytePairs:
 
 
 def content(tokenizer: Tokenizer | None) -> bytes:
-    """What the file has. UserError for a vocabulary that it cannot hold."""
+    """The bytes of a tokenizer file. UserError for a vocabulary that the format cannot hold."""
     if tokenizer is None or tokenizer.eot is None:
         raise UserError("llm.c's tokenizers have an end of text, expected gpt2, a bpe or a tokenizer.json that has one")
     # llm.c reads no token without bytes, so special ids have their names, and ids that nobody has a word that says so.

@@ -19,9 +19,8 @@ KNOWN = "a run or checkpoint of barellm, a folder of Hugging Face's, a file of l
 
 
 def open_weights(path: Path, *, tokenizer: str = "") -> Weights:
-    """Of what was trained on top of a base, those of the base with it. `tokenizer`: a kind or a folder, where the source does not
-    know its own or the user names one. UserError for a source that is none, is damaged, or holds another kind of model; for a
-    tokenizer that contradicts it."""
+    """Open the weights that `path` names (KNOWN lists the kinds); an adapter is merged into its base. `tokenizer`: a kind or
+    folder, for sources without one. UserError for anything unreadable, and for a tokenizer that contradicts the source's."""
     weights = of_others(path, tokenizer=tokenizer)
     if weights is None:
         if not checkpoint.holds_any(path):
@@ -48,7 +47,7 @@ def with_adapter(weights: Weights, path: str | Path) -> Weights:
 
 
 def open_base(meta: Mapping[str, Any], origin: Path) -> Weights:
-    """The weights that the checkpoint `origin` with this `meta` was trained on top of. UserError for others than those."""
+    """The base weights that the checkpoint `origin` with this `meta` was trained on. UserError if missing or changed."""
     base = meta.get("base", {})
     path, known = base.get("path"), base.get("hash")
     if not isinstance(path, str) or not isinstance(known, str):
@@ -62,7 +61,7 @@ def open_base(meta: Mapping[str, Any], origin: Path) -> Weights:
 
 
 def of_others(path: Path, *, tokenizer: str = "") -> Weights | None:
-    """The weights of another program, or of a model on the hub; None for a folder that is barellm's, or nobody's."""
+    """Weights in another program's format, or on the hub; None for a folder that holds a barellm run, or nothing known."""
     path = hub.fetched(str(path)) if hub.is_name(path) else path
     if not path.exists():
         checkpoint.must_exist(path, expected=f"{KNOWN}{_elsewhere(path)}")
@@ -99,7 +98,7 @@ def _elsewhere(path: Path) -> str:
 
 
 def _first_bytes(path: Path) -> bytes:
-    """The first four. UserError for a file of torch.save, new or old: reading it runs whatever its writer wanted."""
+    """The file's first four bytes. UserError for torch.save's files: unpickling executes code chosen by the file's author."""
     with path.open("rb") as file:
         begin = file.read(4)
     if begin[:2] in (b"PK", b"\x80\x02") or path.suffix in (".pt", ".pth", ".ckpt", ".pkl"):
@@ -115,15 +114,16 @@ def is_checkpoint(weights: Weights) -> bool:
 
 
 def _with_tokenizer(weights: Weights, name: str) -> Weights:
+    """The weights with the tokenizer that the user named; UserError if a checkpoint has another one."""
     from_llmc = Path(name).suffix == ".bin"
     if not from_llmc:
         check_kind(name)
-    own, size = weights.tokenizer, weights.model.vocab_size
-    if own is not None and name == own.name:
+    current, size = weights.tokenizer, weights.model.vocab_size
+    if current is not None and name == current.name:
         return weights
-    if own is not None and own.name != Ids.name and is_checkpoint(weights):
-        raise UserError(f"data.tokenizer is {own.name!r} in {weights.path}, the command line says {name!r}")
+    if current is not None and current.name != Ids.name and is_checkpoint(weights):
+        raise UserError(f"data.tokenizer is {current.name!r} in {weights.path}, the command line says {name!r}")
     if name in ("bpe", "chars"):
         raise UserError(f"a tokenizer {name!r} is made from a text: name the folder with the one that {weights.path} has")
-    made = llmc_tokenizer.read(Path(name)) if from_llmc else make_tokenizer(name, list)
-    return replace(weights, tokenizer=fitting(made, size, name))
+    chosen = llmc_tokenizer.read(Path(name)) if from_llmc else make_tokenizer(name, list)
+    return replace(weights, tokenizer=fitting(chosen, size, name))

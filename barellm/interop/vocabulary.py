@@ -22,8 +22,8 @@ IDS, MERGES, WHOLE, SETTINGS = "vocab.json", "merges.txt", "tokenizer.json", con
 
 
 def read(folder: Path, rows: int) -> Tokenizer | None:
-    """The tokenizer whose files lie in a folder, with what they say of how texts begin and end; without them GPT-2's where the
-    model has as many rows, else None. UserError for files that say something else than a tokenizer."""
+    """The tokenizer of a Hugging Face folder, with its chat conventions; if there is none, GPT-2's for a model with as many rows,
+    else None. UserError for damaged or unsupported files."""
     if (folder / WHOLE).is_file():
         path = folder / WHOLE
     elif (folder / IDS).is_file() and (folder / MERGES).is_file():
@@ -47,7 +47,7 @@ def read(folder: Path, rows: int) -> Tokenizer | None:
 
 
 def _of_ids(path: Path, ids: dict[str, int], merges: list[str]) -> BytePairs:
-    """GPT-2's way to cut words, and one special token anywhere. UserError where ids do not follow the merges."""
+    """BytePairs from vocab.json's ids and merges.txt's merges (one special token). UserError if they disagree."""
     byte_of = printable_bytes()
     names, eot = sorted(ids, key=ids.__getitem__), ids[END_OF_TEXT]
     tokens = [b"" if name == END_OF_TEXT else bytes(byte_of[c] for c in name) for name in names]
@@ -73,31 +73,31 @@ def _of_two_files(folder: Path) -> tuple[dict[str, int], list[str]]:
 
 
 def of_one_file(path: Path, content: bytes, files: Mapping[str, bytes]) -> Tokenizer:
-    """The tokenizer in a file that the library `tokenizers` wrote. One without a chat template, which gives every text the ids of
-    GPT-2's kind, is of that kind: shards of GPT-2's ids are for it too."""
-    found = loads(content)
-    whole = HuggingFace(content, path=path)
-    words = found["pre_tokenizer"] or {}
-    as_gpt2 = whole.exact and words["type"] == "ByteLevel" and words.get("use_regex", True)
-    plain = [token["content"] for token in found["added_tokens"]] == [END_OF_TEXT] == list(whole.special)
-    if not as_gpt2 or not plain or found["model"].get("ignore_merges") or whole.with_files(files).conventions.templates:
-        return whole
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in found["model"]["merges"]]
+    """The tokenizer of a tokenizer.json. If it equals GPT-2's kind on every text and has no chat template, it becomes a
+    `BytePairs`, so that shards of GPT-2's ids fit it."""
+    parsed = loads(content)
+    general = HuggingFace(content, path=path)
+    pre_tokenizer = parsed["pre_tokenizer"] or {}
+    as_gpt2 = general.exact and pre_tokenizer["type"] == "ByteLevel" and pre_tokenizer.get("use_regex", True)
+    only_eot = [token["content"] for token in parsed["added_tokens"]] == [END_OF_TEXT] == list(general.special)
+    if not as_gpt2 or not only_eot or parsed["model"].get("ignore_merges") or general.with_files(files).conventions.templates:
+        return general
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in parsed["model"]["merges"]]
     try:
-        return _of_ids(path, found["model"]["vocab"] | whole.special, merges)
+        return _of_ids(path, parsed["model"]["vocab"] | general.special, merges)
     except UserError:  # ids in another order than the merges
-        return whole
+        return general
 
 
 def files(tokenizer: Tokenizer, max_seq: int) -> dict[str, bytes]:
-    """{name: content} for transformers, what came in among them; empty for bytes and characters, and for GPT-2's vocabulary where
-    it is not on this machine."""
+    """{name: content} of tokenizer files for transformers, with the chat files that came with the tokenizer. {} for bytes and
+    characters, and for GPT-2's vocabulary if it is not on this machine."""
     if isinstance(tokenizer, HuggingFace):
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq}
-        known = tokenizer.conventions
-        purposes = {"bos_token": known.begin, "eos_token": known.end, "pad_token": known.pad}
-        settings |= {purpose: tokenizer.name_of[i] for purpose, i in purposes.items() if i in tokenizer.name_of}
-        made = {WHOLE: tokenizer.content, SETTINGS: json.dumps(settings).encode()}
+        texts = tokenizer.conventions
+        roles = {"bos_token": texts.begin, "eos_token": texts.end, "pad_token": texts.pad}
+        settings |= {purpose: tokenizer.name_of[i] for purpose, i in roles.items() if i in tokenizer.name_of}
+        written = {WHOLE: tokenizer.content, SETTINGS: json.dumps(settings).encode()}
     elif isinstance(tokenizer, BytePairs):
         try:
             tokens = tokenizer.tokens
@@ -105,27 +105,29 @@ def files(tokenizer: Tokenizer, max_seq: int) -> dict[str, bytes]:
             return {}
         names = [END_OF_TEXT if i == tokenizer.eot else _printed(token) for i, token in enumerate(tokens)]
         settings = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
-        made = {
+        written = {
             IDS: json.dumps({name: i for i, name in enumerate(names)}, ensure_ascii=False).encode(),
             MERGES: "\n".join(["#version: 0.2", *_lines(tokens), ""]).encode(),
             SETTINGS: json.dumps(settings | {"tokenizer_class": "GPT2Tokenizer", "model_max_length": max_seq}).encode(),
         }
     else:
         return {}
-    kept = {name: content for name, content in tokenizer.files.items() if name != conventions.IDS}
-    return made | {name.replace(f"{conventions.NAMED}.", f"{conventions.NAMED}/"): content for name, content in kept.items()}
+    came_with = {name: content for name, content in tokenizer.files.items() if name != conventions.IDS}
+    return written | {
+        name.replace(f"{conventions.NAMED}.", f"{conventions.NAMED}/"): content for name, content in came_with.items()
+    }
 
 
 def ids_of_config(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The ids that config.json has: those that came in, else what begins and ends a text."""
+    """config.json's special token ids: the imported ones, else those that begin and end a text."""
     if tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    known = tokenizer.conventions
-    if known.ids:
-        return dict(known.ids)
-    ends = sorted(known.ends - {known.begin}, key=lambda i: (i != known.end, i)) or [known.end]
+    texts = tokenizer.conventions
+    if texts.ids:
+        return dict(texts.ids)
+    ends = sorted(texts.ends - {texts.begin}, key=lambda i: (i != texts.end, i)) or [texts.end]
     # None is written too: without the key transformers takes a default of the family, which may be an id that the model lacks.
-    return {"bos_token_id": known.begin, "eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": known.pad}
+    return {"bos_token_id": texts.begin, "eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": texts.pad}
 
 
 def _printed(token: bytes) -> str:
@@ -140,15 +142,15 @@ def _lines(tokens: Sequence[bytes]) -> list[str]:
 
 
 def _merges(tokens: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    """The pair that each id beyond the bytes was merged from: what is left of its bytes when all earlier pairs are merged."""
+    """The pair that each multi-byte token was merged from: what is left of its bytes after applying all merges of lower rank."""
     ranks = {token: i for i, token in enumerate(tokens) if token}
-    for token, own in ranks.items():
+    for token, rank in ranks.items():
         parts = [token[i : i + 1] for i in range(len(token))]
         while len(parts) > 2:
-            joined = [ranks.get(a + b, own) for a, b in pairwise(parts)]
-            first = min(range(len(joined)), key=joined.__getitem__)
-            if joined[first] >= own:
+            merge_ranks = [ranks.get(a + b, rank) for a, b in pairwise(parts)]
+            best = min(range(len(merge_ranks)), key=merge_ranks.__getitem__)
+            if merge_ranks[best] >= rank:
                 raise UserError(f"the token {token!r} is not made of earlier ones: no order of merges gives it")
-            parts[first : first + 2] = [parts[first] + parts[first + 1]]
+            parts[best : best + 2] = [parts[best] + parts[best + 1]]
         if len(parts) == 2:
             yield parts[0], parts[1]

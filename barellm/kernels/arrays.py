@@ -33,7 +33,6 @@ def size_of(letter: str, sizes: Mapping[str, Any]) -> int:
 
 
 def format_axes(legend: str) -> str:
-    """A legend as messages have it: `(..., K)`."""
     axes = axes_of(legend)
     return f"({', '.join(axes)}{',' if len(axes) == 1 else ''})"
 
@@ -60,26 +59,26 @@ def format_name(name: str, argument: str, array: np.ndarray, allowed: tuple[str,
 
 
 def sizes_of(name: str, legends: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The size of every letter of the legends and, under `...`, the leading axes; else a ValueError in one line that names the
-    argument, the shape that it has and the shape that it should have."""
+    """Sizes of all letters of the legends, and under `...` the leading axes. ValueError, naming the argument and the expected
+    shape, if the shapes do not agree."""
     sizes: dict[str, Any] = {}
-    first: dict[str, str] = {}  # letter -> the argument that set it
+    set_by: dict[str, str] = {}  # letter -> the argument that set it
     for argument, shape in shapes.items():
         axes = axes_of(legends[argument])
-        led = axes[0] == LEAD
-        tail = axes[1:] if led else axes
-        at = len(shape) - len(tail)
-        if at < 0 or (at and not led):
+        has_lead = axes[0] == LEAD
+        tail = axes[1:] if has_lead else axes
+        split = len(shape) - len(tail)
+        if split < 0 or (split and not has_lead):
             raise ValueError(f"{name} expects {argument} {format_axes(legends[argument])}, it has shape {shape}")
-        pairs = [*([(LEAD, shape[:at])] if led else []), *zip(tail, shape[at:], strict=True)]
+        pairs = [*([(LEAD, shape[:split])] if has_lead else []), *zip(tail, shape[split:], strict=True)]
         for letter, size in pairs:
             wanted = int(letter) if letter.isdigit() else sizes.setdefault(letter, size)
-            first.setdefault(letter, argument)
+            set_by.setdefault(letter, argument)
             if wanted != size:
-                other = first[letter]
-                because = f", {letter} being {wanted} as in {other} {shapes[other]}" if other != argument else ""
+                other = set_by[letter]
+                reason = f", {letter} being {wanted} as in {other} {shapes[other]}" if other != argument else ""
                 found = f"it has shape {shape}"
-                raise ValueError(f"{name} expects {argument} {format_axes(legends[argument])}{because}; {found}")
+                raise ValueError(f"{name} expects {argument} {format_axes(legends[argument])}{reason}; {found}")
         if not prod(shape):
             raise ValueError(f"{name} expects {argument} with at least one element, it has shape {shape}")
     return sizes

@@ -31,6 +31,7 @@ class Compiled:
     def __init__(
         self, spec: FunctionSpec, given: Mapping[str, np.ndarray], transposed: set[str], options: Mapping[str, Any], gradients: bool
     ) -> None:
+        """Build and compile the function for the shapes and dtypes of `given`; `transposed` arrays are passed as their storage."""
         shapes = {k: a.shape[::-1] if k in transposed else a.shape for k, a in given.items()}
         sizes = sizes_of(spec.name, spec.shapes, shapes) | {k: n for k, n in options.items() if isinstance(n, int)}
         formats = {k: format_name(spec.name, k, a, spec.formats.get(k, FLOATS)) for k, a in given.items()}
@@ -53,6 +54,7 @@ class Compiled:
         self.forward = CompiledOps(forward, [*self.inputs, *self.results, *self.saved])
 
     def _differentiate(self, p: Any, shapes: Mapping[str, tuple[int, ...]], transposed: set[str]) -> None:
+        """Append the backward ops, compiled on first use, and find which forward tensors they read (`saved`)."""
         count = len(p.ops)
         floating = [t for t in self.results if t.dtype in FLOATS]
         self.seeds = [Tensor(f"d{t.name}", t.shape, t.dtype, "input") for t in floating]
@@ -77,7 +79,8 @@ class Compiled:
 
 
 def _axes(legend: str, sizes: Mapping[str, Any]) -> tuple[int, ...]:
-    """The shape of a tensor: leading axes and those in parentheses are one, and what may differ between calls is a Dim."""
+    """A tensor's shape from a legend (`arrays`), such as "... K" or "B T (H D)": one axis per word, of which "..." (LEAD) stands
+    for all leading axes and parentheses for a product. Letters in DIMS vary between calls without recompiling."""
 
     def axis(word: str) -> int:
         if word.startswith("("):
@@ -112,6 +115,7 @@ class Cache:
         self._lock = threading.Lock()
 
     def get(self, key: Any, make: Callable[[], Compiled]) -> Compiled:
+        """The compiled call of a key, made on a miss; least recently used ones are evicted."""
         with self._lock:
             if (found := self.entries.get(key)) is not None:
                 self.entries.move_to_end(key)
@@ -132,8 +136,7 @@ os.register_at_fork(after_in_child=lambda: CACHE.unlock())
 def run(
     spec: FunctionSpec, given: Mapping[str, Any], options: Mapping[str, Any], out: Array | None, tape: list[VjpFunction] | None
 ) -> list[Array]:
-    """The results of a function on arrays, the first one in `out` if that is given. The call's VjpFunction is appended to
-    `tape`."""
+    """Call a function on arrays; returns the results, the first in `out` if given. Its VjpFunction is appended to `tape`."""
     taken = {k: check_array(spec.name, k, a) for k, a in given.items() if a is not None or k not in spec.optional}
     transposed = {k for k in spec.transposable if k in taken and _is_transposed(taken[k])}
     read = {k: ready(a.T if k in transposed else a) for k, a in taken.items()}
@@ -161,7 +164,7 @@ def _is_transposed(array: np.ndarray) -> bool:
 
 
 def _target(spec: FunctionSpec, out: Any, result: np.ndarray, read: Collection[np.ndarray]) -> np.ndarray:
-    """`out` itself if a kernel can write there, else an array to be copied from."""
+    """`out` if kernels can write there directly (contiguous, aligned, no overlap with inputs), else `result`, to be copied."""
     out = check_array(spec.name, "out", out)
     if out.shape != result.shape or out.dtype != result.dtype:
         wanted, found = f"{result.shape} {result.dtype}", f"{out.shape} {out.dtype}"

@@ -31,7 +31,7 @@ _create_lock = threading.Lock()
 
 
 def executor() -> Executor:
-    """This process's threads, started when first needed. A forked child starts its own."""
+    """This process's executor, created on first use; a forked child gets its own."""
     global _executor
     found = _executor
     if found is not None and found.pid == os.getpid():
@@ -79,6 +79,7 @@ class CompiledOps:
     """Ops compiled to a table of kernel calls. `bound` are the tensors that the caller owns; each run passes their addresses."""
 
     def __init__(self, ops: Sequence[Op], bound: Sequence[Tensor]) -> None:
+        """Lower and compile the ops, plan the workspace, and build the call table with slots for the bound tensors' addresses."""
         m = executor()
         part = Program(Store())
         part.ops = list(ops)
@@ -87,20 +88,20 @@ class CompiledOps:
         plan = place({"": {t: span for t, span in lives.items() if t not in bound}}, Store())
         self.workspace_bytes, self.thread_scratch_bytes = plan.workspace_bytes, lowered.thread_scratch_bytes
         # Addresses as barriers see them: the bound tensors lie behind the workspace, one after the other.
-        where, end = dict(plan.offsets), plan.workspace_bytes
+        address_of, end = dict(plan.offsets), plan.workspace_bytes
         for t in bound:
-            where[t], end = end, end + t.nbytes
-        whose = {t: i + 1 for i, t in enumerate(bound)}  # 0 is the workspace
+            address_of[t], end = end, end + t.nbytes
+        owner_of = {t: i + 1 for i, t in enumerate(bound)}  # 0 is the workspace
         calls = lowered.calls
         self._compile(calls, m)
-        self._fill_table(calls, lambda r: (where[r.tensor] + r.start, where[r.tensor] + r.stop))
+        self._fill_table(calls, lambda r: (address_of[r.tensor] + r.start, address_of[r.tensor] + r.stop))
         slots: list[tuple[int, int, int]] = []  # argument, whose address, bytes behind it
         at = 0
         for call in calls:
             for a in call.args:
                 if isinstance(a, lowering.Region):
-                    owner = whose.get(a.tensor, 0)
-                    slots.append((at, owner, a.start + (0 if owner else where[a.tensor])))
+                    owner = owner_of.get(a.tensor, 0)
+                    slots.append((at, owner, a.start + (0 if owner else address_of[a.tensor])))
                 else:
                     self.args[at] = a
                 at += 1
@@ -114,6 +115,7 @@ class CompiledOps:
         self.code = jit.Library(compilers.cached_objects(emitters, m.isa, processes=1), m.isa)
 
     def _fill_table(self, calls: list[Call], place_of: Any) -> None:
+        """Write the records of the call table: function, arguments, barrier."""
         after = step.barriers(calls, place_of)
         self._memory = _aligned(len(calls) * RECORD_NBYTES)
         records = self._memory.view(np.int64).reshape(len(calls), -1)
@@ -126,7 +128,7 @@ class CompiledOps:
         self._table = (address(self._memory), len(calls))
 
     def run(self, addresses: list[int]) -> None:
-        """Run the calls with the bound tensors at these addresses. Calls of several Python threads are serialised."""
+        """Execute with the bound tensors at these addresses. Concurrent Python threads are serialized."""
         m = executor()
         with m.lock:
             m.reserve(self.workspace_bytes, self.thread_scratch_bytes)

@@ -1,5 +1,4 @@
-"""Matrices in few bits on arrays, for looking at what a format does to weights. This is NumPy's work: a matrix is quantised
-once."""
+"""Weight quantization of arrays, to study what a format does to weights. It is done in NumPy."""
 
 from __future__ import annotations
 

@@ -56,19 +56,18 @@ ADDED: dict[str, Path] = {}  # by `user_model.add`: name -> its file
 
 
 def names() -> list[str]:
-    """The names of all architectures."""
     return [*(m.name for m in iter_modules(__path__) if m.name not in HELPERS), *ADDED]
 
 
 def module(name: str) -> ModuleType:
-    """The module of an architecture: one of this folder, or one that the program has imported and that has a `Config`. UserError
-    for a name that is neither: a file that says a name must not bring code to run."""
+    """The module of an architecture: from this folder, or one already imported that defines a `Config`. Never imported by name, so
+    a file that names it cannot make code run. UserError for other names."""
     known = names()
-    own = sys.modules.get(name)
-    config = getattr(own, "Config", None)
+    loaded = sys.modules.get(name)
+    config = getattr(loaded, "Config", None)
     if name not in known and isinstance(config, type) and issubclass(config, ModelConfig):
-        assert own is not None
-        return own
+        assert loaded is not None
+        return loaded
     if name not in known:
         hint = "one of your own is found with --model FILE.py, or once its module is imported"
         raise UserError(f"unknown architecture {name!r}{nearest(name, known)} (known: {', '.join(known)}; {hint})")
@@ -92,7 +91,6 @@ def whole(model: ModelConfig) -> bool:
 
 
 def masks_documents(model: ModelConfig) -> bool:
-    """Whether its forward takes `documents`."""
     return "documents" in signature(of(model).forward).parameters
 
 
@@ -115,7 +113,6 @@ def begins_uniform(model: ModelConfig) -> bool:
 
 
 def presets() -> dict[str, Any]:
-    """Name -> function, of all architectures."""
     return {name: make for architecture in names() for name, make in _presets_of(architecture).items()}
 
 

@@ -55,49 +55,48 @@ def family(model: ModelConfig) -> HuggingFace | None:
 
 @cache
 def modules(model: ModelConfig) -> tuple[Module, ...]:
-    """The linear layers of a model, in the order of its forward pass; its embeddings and its head are none. Where Hugging Face does
-    not have it they are called by our names."""
+    """The linear layers of a model in forward order, without embeddings and head, by Hugging Face's names if it has some."""
     store, known = Store(), family(model)
     store.positions = min(LONGEST, model.max_seq)
     p, shape = Program(store), (Dim("batch", 1), Dim("seq", store.positions))
     models.of(model).declare(p, model)
     models.of(model).forward(p, model, p.input("tokens", shape), p.input("targets", shape), training=False)
-    found = []
+    result = []
     for weight, t in store.linears.items():
         first = 0
         for theirs, rows in ({weight: 0} if known is None else known.parts(model, weight)).items():
             name = theirs.removesuffix(".weight")
-            found.append(Module(name if known is None else known.prefix + name, weight, first, rows or int(t.shape[0])))
-            first += found[-1].rows
-    return tuple(found)
+            result.append(Module(name if known is None else known.prefix + name, weight, first, rows or int(t.shape[0])))
+            first += result[-1].rows
+    return tuple(result)
 
 
 def targeted(model: ModelConfig, targets: str) -> list[Module]:
-    """The modules that `targets` names, as PEFT reads a list: each word is a module's name or the end of one, or here a pattern.
-    UserError for a word that names none."""
-    all_modules, here = list(modules(model)), family(model)
-    targets = targets or (DEFAULTS.get(here.model_type, ALL) if here else ALL)
+    """The modules that the comma-separated list `targets` names, as in PEFT: each word is a module's full name, the end of one, or
+    here a shell pattern. UserError for a word without a match."""
+    all_modules, known = list(modules(model)), family(model)
+    targets = targets or (DEFAULTS.get(known.model_type, ALL) if known else ALL)
     words = [word.strip() for word in targets.split(",") if word.strip()]
     if words == [ALL]:
         return all_modules
     chosen: dict[Module, None] = {}
     for word in words:
-        meant = [m for m in all_modules if m.name == word or m.name.endswith(f".{word}") or fnmatchcase(m.name, word)]
-        if not meant:
+        matching = [m for m in all_modules if m.name == word or m.name.endswith(f".{word}") or fnmatchcase(m.name, word)]
+        if not matching:
             leaves = dict.fromkeys(m.leaf for m in all_modules)
             raise UserError(f"adapter.targets names {word!r}, which matches no linear layer{nearest(word, leaves)} (known: "
                             f"{', '.join(leaves)}, {ALL})")  # fmt: skip
-        chosen |= dict.fromkeys(meant)
+        chosen |= dict.fromkeys(matching)
     return [m for m in all_modules if m in chosen]
 
 
 def freeze(store: Store, adapter: AdapterConfig, compute: str) -> None:
-    """Say of parameters that are declared from now on which are trained, and how frozen ones are stored. UserError for a format
-    that programs of this dtype do not multiply."""
+    """Set, before parameters are declared, which ones are trained and how frozen matrices are stored. UserError for a storage dtype
+    that programs of the dtype `compute` cannot multiply."""
     base = ("bf16" if compute == "bf16" else "fp32") if adapter.base == "auto" else adapter.base
     if base == "bf16" and compute != "bf16":
         raise UserError(f"adapter.base is 'bf16', and train.dtype {compute}: expected fp32, int8, int4 or nf4")
-    # Matrices that stay numbers beside those that are codes are 16-bit ones where programs multiply these.
+    # Matrices that are not quantized are stored in 16 bits if GEMMs can read that
     store.frozen_dtype = None if base == "fp32" else "bf16" if compute == "bf16" else None
     if adapter.method:
         store.trains = lambda name: ".lora_" in name
@@ -107,8 +106,7 @@ def freeze(store: Store, adapter: AdapterConfig, compute: str) -> None:
 
 
 def declare(p: Program, model: ModelConfig, adapter: AdapterConfig) -> None:
-    """Declare the adapters behind the parameters of the model: A uniform as PEFT draws it, B zero. UserError where nothing would be
-    trained."""
+    """Declare the LoRA parameters: A uniform as in PEFT, B zero. UserError if nothing would be trained."""
     store, rank = p.store, adapter.rank
     if not rank:
         if not store.trainable:

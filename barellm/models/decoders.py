@@ -1,5 +1,5 @@
-"""Decoders of Llama's kind (`models/families.py`) as Hugging Face stores them: config.json with its many forms of RoPE, names of
-tensors, and rows that lie in another order there."""
+"""Decoders of Llama's kind (`models/families.py`) in Hugging Face's format: config.json with its variants of RoPE keys, tensor
+names, and q and k rows permuted for rotate-half RoPE."""
 
 import re
 from collections.abc import Mapping
@@ -64,69 +64,71 @@ NEEDED = {  # key beside a rope_type -> our field
 
 
 def _rope(config: Mapping[str, Any], f: Family) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Where it was found, its keys with `rope_theta` among them, and those of the layers with a window where these have their own.
-    Later versions of transformers have all in `rope_parameters`, earlier ones in `rope_scaling` and beside it."""
-    place = next((key for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None), "rope_scaling")
-    rope = config.get(place) or {}
+    """Read the RoPE keys: (the key they are under, for messages; keys of global layers; keys of sliding-window layers). Both dicts
+    contain `rope_theta`. Newer transformers keep everything in `rope_parameters`, by layer type where the types differ; older ones
+    have `rope_scaling`, and theta at the top level."""
+    where = next((key for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None), "rope_scaling")
+    rope = config.get(where) or {}
     if not isinstance(rope, dict):
-        raise UnknownConfig(f"{place} is {rope!r}, expected keys with values, or null")
+        raise UnknownConfig(f"{where} is {rope!r}, expected keys with values, or null")
     local = {}
-    if f.local_theta is not None and place == "rope_parameters":
+    if f.local_theta is not None and where == "rope_parameters":
         rope, local = (rope.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
         if not isinstance(rope, dict) or not isinstance(local, dict):
-            raise UnknownConfig(f"{place} is {str(config[place])[:60]}, expected keys with values for each kind of layers")
-    beside = {key: config[name] for key in KEYS for name in (key, f.old_rope.get(key, key)) if name in config}
+            raise UnknownConfig(f"{where} is {str(config[where])[:60]}, expected keys with values for each kind of layers")
+    top_level = {key: config[name] for key in KEYS for name in (key, f.old_rope.get(key, key)) if name in config}
     key, theta = f.local_theta or ("", 0.0)
-    return place, {"rope_theta": f.theta, **beside, **rope}, {"rope_theta": config.get(key, theta), **local}
+    return where, {"rope_theta": f.theta, **top_level, **rope}, {"rope_theta": config.get(key, theta), **local}
 
 
-def _scaling(place: str, rope: Mapping[str, Any], config: Mapping[str, Any], most: int) -> dict[str, tuple[str, Any]]:
-    """The fields of a rope that is scaled; `most` positions are what the file says."""
+def _scaling(where: str, rope: Mapping[str, Any], config: Mapping[str, Any], most: int) -> dict[str, tuple[str, Any]]:
+    """Our fields for scaled RoPE as {field: (key for messages, value)}; {} for unscaled. `where`: the key that holds `rope`;
+    `most`: max_position_embeddings."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "longrope" if kind == "su" or (kind == "yarn" and "short_factor" in rope) else kind  # Phi-3's names of it
     if kind == "default":
         return {}
     if not isinstance(kind, str) or kind not in NEEDED:
-        raise UnknownConfig(f"{place}.rope_type is {kind!r}, expected 'default' or {' or '.join(map(repr, NEEDED))}")
-    old = config.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", most))
-    old = most if kind in ("linear", "dynamic") else old
-    factor, of_old = rope.get("factor"), f"{place}.original_max_position_embeddings"
+        raise UnknownConfig(f"{where}.rope_type is {kind!r}, expected 'default' or {' or '.join(map(repr, NEEDED))}")
+    old_seq = config.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", most))
+    old_seq = most if kind in ("linear", "dynamic") else old_seq
+    factor, old_key = rope.get("factor"), f"{where}.original_max_position_embeddings"
     number = partial(converted, kind=float)
     positions = number("max_position_embeddings", most)
-    if factor is None and kind in ("yarn", "longrope") and isinstance(old, int) and old > 0:
-        rope = {**rope, "factor": positions / number(of_old, old)}
-    found: dict[str, Any] = {"rope_type": (f"{place}.rope_type", kind), "rope_old_seq": (of_old, old)}
-    found |= {ours: (f"{place}.{key}", rope.get(key)) for key, ours in NEEDED[kind].items()}
+    if factor is None and kind in ("yarn", "longrope") and isinstance(old_seq, int) and old_seq > 0:
+        rope = {**rope, "factor": positions / number(old_key, old_seq)}
+    found: dict[str, Any] = {"rope_type": (f"{where}.rope_type", kind), "rope_old_seq": (old_key, old_seq)}
+    found |= {ours: (f"{where}.{key}", rope.get(key)) for key, ours in NEEDED[kind].items()}
     if kind == "dynamic":  # its frequencies change beyond the file's positions alone
-        found["max_seq"] = ("max_position_embeddings", int(min(positions * number(f"{place}.factor", factor), 2.0**62)))
+        found["max_seq"] = ("max_position_embeddings", int(min(positions * number(f"{where}.factor", factor), 2.0**62)))
     if kind == "yarn":
-        found["rope_low"] = (f"{place}.beta_slow", rope.get("beta_slow") or 1.0)
-        found["rope_high"] = (f"{place}.beta_fast", rope.get("beta_fast") or 32.0)
-        found["rope_truncate"] = (f"{place}.truncate", rope.get("truncate", True))
+        found["rope_low"] = (f"{where}.beta_slow", rope.get("beta_slow") or 1.0)
+        found["rope_high"] = (f"{where}.beta_fast", rope.get("beta_fast") or 32.0)
+        found["rope_truncate"] = (f"{where}.truncate", rope.get("truncate", True))
     if kind in ("yarn", "longrope"):
-        by = rope.get("attention_factor")
+        multiplier = rope.get("attention_factor")
         scales = [rope.get(key) for key in ("mscale", "mscale_all_dim")]
-        if by is None and kind == "yarn" and all(scales):
-            above, below = (0.1 * number(place, m) * log(max(1.0, number(place, rope["factor"]))) + 1 for m in scales)
-            by = above / (below or 1.0)
-        found["rope_attention_factor"] = (f"{place}.attention_factor", 0.0 if by is None else by)
+        if multiplier is None and kind == "yarn" and all(scales):
+            numerator, denominator = (0.1 * number(where, m) * log(max(1.0, number(where, rope["factor"]))) + 1 for m in scales)
+            multiplier = numerator / (denominator or 1.0)
+        found["rope_attention_factor"] = (f"{where}.attention_factor", 0.0 if multiplier is None else multiplier)
     if kind == "longrope":
         for key, ours in (("short_factor", "rope_short"), ("long_factor", "rope_long")):
-            each = rope.get(key)
-            if not isinstance(each, list):
-                raise UnknownConfig(f"{place}.{key} is {str(each)[:40]}, expected a list of numbers")
-            found[ours] = (f"{place}.{key}", ",".join(str(number(f"{place}.{key}", n)) for n in each))
+            factors = rope.get(key)
+            if not isinstance(factors, list):
+                raise UnknownConfig(f"{where}.{key} is {str(factors)[:40]}, expected a list of numbers")
+            found[ours] = (f"{where}.{key}", ",".join(str(number(f"{where}.{key}", n)) for n in factors))
     return found
 
 
 def _written_rope(cfg: Any) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, which every version of transformers reads."""
-    found: dict[str, Any] = {"rope_theta": cfg.rope_theta, "rope_scaling": None}
+    """RoPE keys for config.json: `rope_theta` and `rope_scaling`, which every version of transformers reads."""
+    keys: dict[str, Any] = {"rope_theta": cfg.rope_theta, "rope_scaling": None}
     if not cfg.rope_factor:
-        return found
+        return keys
     scaling = {"rope_type": cfg.rope_type, **{key: getattr(cfg, ours) for key, ours in NEEDED[cfg.rope_type].items()}}
     if cfg.rope_type == "dynamic":
-        found["max_position_embeddings"] = cfg.rope_old_seq
+        keys["max_position_embeddings"] = cfg.rope_old_seq
     elif cfg.rope_type != "linear":
         scaling["original_max_position_embeddings"] = cfg.rope_old_seq
     if cfg.rope_type == "yarn":
@@ -138,27 +140,27 @@ def _written_rope(cfg: Any) -> dict[str, Any]:
         }
     if cfg.rope_type in ("yarn", "longrope") and cfg.rope_attention_factor:
         scaling["attention_factor"] = cfg.rope_attention_factor
-    return {**found, "rope_scaling": scaling}
+    return {**keys, "rope_scaling": scaling}
 
 
 # --- windows ---
 
 
 def _windows(f: Family, config: Mapping[str, Any], layers: int) -> dict[str, tuple[str, Any]]:
-    """The window, and which of so many layers have it, unless the file says otherwise. Where they have a RoPE of their own it must
-    be a number."""
-    w, window = f.windows, config.get("sliding_window", f.windows and f.windows.usual)
+    """Our fields for sliding-window attention as {field: (key for messages, value)}; {} if no layer has a window. `layers`: the
+    family's default number of layers."""
+    rule, window = f.windows, config.get("sliding_window", f.windows and f.windows.usual)
     count, kinds = config.get("num_hidden_layers", layers), config.get("layer_types")
-    if w is None or (window is None and f.local_theta is None) or (w.switch and not config.get("use_sliding_window", False)):
+    if rule is None or (window is None and f.local_theta is None) or (rule.switch and not config.get("use_sliding_window", False)):
         return {}
-    if w.has is None or not isinstance(count, int) or count > 1024:  # which Config refuses: a list of that length is not made
+    if rule.has is None or not isinstance(count, int) or count > 1024:  # which Config refuses: a list of that length is not made
         return {"sliding_window": ("sliding_window", window)}
-    kinds = [KINDS[w.has(config, i)] for i in range(count)] if kinds is None else kinds
+    kinds = [KINDS[rule.has(config, i)] for i in range(count)] if kinds is None else kinds
     if not isinstance(kinds, list) or len(kinds) != count or not all(kind in KINDS for kind in kinds):
         raise UnknownConfig(f"layer_types is {str(kinds)[:60]}, expected {' or '.join(KINDS)} for each of {count} layers")
-    which = [str(i) for i, kind in enumerate(kinds) if kind == KINDS[1]]
-    listed = {"window_layers": ("layer_types", ",".join(which) * (len(which) < count))}
-    return {"sliding_window": ("sliding_window", window), **listed} if which else {}
+    windowed = [str(i) for i, kind in enumerate(kinds) if kind == KINDS[1]]
+    layer_field = {"window_layers": ("layer_types", ",".join(windowed) * (len(windowed) < count))}
+    return {"sliding_window": ("sliding_window", window), **layer_field} if windowed else {}
 
 
 def _written_windows(f: Family, cfg: Any) -> dict[str, Any]:
@@ -182,7 +184,7 @@ def _halves(cfg: Any) -> list[int]:
 
 
 def _order(cfg: Any, ours: str, theirs: str) -> list[int] | None:
-    """Where our rows of a tensor lie in theirs; None: in the same order."""
+    """Row permutation of a q, k or v tensor: row i of ours is row order[i] of Hugging Face's; None if the order is the same."""
     kind, D = theirs.rsplit(".", 2)[-2], cfg.head_size
     if kind == "qkv_proj" and cfg.rotated < D:
         first = cfg.heads + cfg.kv_heads
@@ -204,19 +206,20 @@ def _order(cfg: Any, ours: str, theirs: str) -> list[int] | None:
 
 
 def of_family(f: Family) -> HuggingFace:
-    """A family as any architecture."""
+    """The `HuggingFace` description of a family: its config.json keys, how they are read and written, and its tensor names."""
     of_block, of_others = {**BLOCK, **f.block}, {**OTHERS, **f.others}
     sizes = {key: (name, f.defaults.get(key, usual)) for key, (name, usual) in SIZES.items()} | dict(f.sizes)
     if "layer_norm_eps" in sizes:
         del sizes["rms_norm_eps"]
     words = {f.act_key: ("activation", f.act, ACTIVATIONS), **f.words}
-    said = {*ROPE, *f.also, *f.fixed, *(name for name, *_ in (*sizes.values(), *words.values()))}
-    said |= {"family", "padded_vocab", *(["rotary_fraction"] if f.partial is not None else [])}
-    said |= {"rope_local_theta"} if f.local_theta else set()
-    said |= {name for name, _ in f.optional.values()} | ({"sliding_window"} if f.windows else set())
-    said |= {"window_layers"} if f.windows and f.windows.has else set()
+    expressible = {*ROPE, *f.also, *f.fixed, *(name for name, *_ in (*sizes.values(), *words.values()))}
+    expressible |= {"family", "padded_vocab", *(["rotary_fraction"] if f.partial is not None else [])}
+    expressible |= {"rope_local_theta"} if f.local_theta else set()
+    expressible |= {name for name, _ in f.optional.values()} | ({"sliding_window"} if f.windows else set())
+    expressible |= {"window_layers"} if f.windows and f.windows.has else set()
 
     def parts(cfg: Any, ours: str) -> dict[str, int]:
+        """{tensor name there: its number of rows, 0 for all} of our parameter `ours`."""
         if ours in ("wte", "head"):
             return {of_others[ours]: 0}
         name, _, suffix = ours.rpartition(".")
@@ -224,38 +227,40 @@ def of_family(f: Family) -> HuggingFace:
             return {f"{of_others['norm']}.{suffix}": 0}
         _, layer, name = name.split(".", 2)
         rows = {"attn.qkv": cfg.qkv_widths, "mlp.gate_up": (cfg.d_ff, cfg.d_ff)}.get(name, (0,))
-        theirs = of_block[name]
-        return {f"layers.{layer}.{part}.{suffix}": n for part, n in zip(theirs, rows if theirs[1:] else (0,), strict=True)}
+        names = of_block[name]
+        return {f"layers.{layer}.{part}.{suffix}": n for part, n in zip(names, rows if names[1:] else (0,), strict=True)}
 
     def all_read(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-        place, rope, local = _rope(config, f)
-        old = "original_max_position_embeddings"
-        config = {**{key: n for key, n in f.defaults.items() if key == old}, **config}
+        """Our fields as {field: (key for messages, value)} of the keys that need more than a table row."""
+        where, rope, local = _rope(config, f)
+        old_key = "original_max_position_embeddings"
+        config = {**{key: n for key, n in f.defaults.items() if key == old_key}, **config}
         H, C = (config.get(key, sizes[key][1]) for key in ("num_attention_heads", "hidden_size"))
-        width, count = config.get("head_dim", f.head_dim), config.get("num_key_value_heads", f.kv_heads)
-        beside = "" if "rope_theta" in (config.get(place) or {}) else "rope_theta"
+        head_dim, count = config.get("head_dim", f.head_dim), config.get("num_key_value_heads", f.kv_heads)
+        top_level = "" if "rope_theta" in (config.get(where) or {}) else "rope_theta"
         found = {
-            "rope_theta": (beside or f"{place}.rope_theta", rope["rope_theta"]),
+            "rope_theta": (top_level or f"{where}.rope_theta", rope["rope_theta"]),
             "kv_heads": ("num_key_value_heads", H if count is None else count),
-            **_scaling(place, rope, config, config.get("max_position_embeddings", sizes["max_position_embeddings"][1])),
+            **_scaling(where, rope, config, config.get("max_position_embeddings", sizes["max_position_embeddings"][1])),
         }
         scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
         if f.local_theta and (scaled or local["rope_theta"] != rope["rope_theta"]) and local != rope:
             if local.get("rope_type", "default") != "default":
-                raise UnknownConfig(f"{place}.sliding_attention.rope_type is {local['rope_type']!r}, expected 'default'")
-            found["rope_local_theta"] = (f.local_theta[0] or f"{place}.sliding_attention.rope_theta", local["rope_theta"])
-        known_sizes = all(isinstance(n, int) for n in (width, H, C))
-        if width is not None and f.own_head and not (known_sizes and H > 0 and width * H == C):
-            found["head_dim"] = ("head_dim", width)
-        turned = rope.get("partial_rotary_factor", 1.0 if f.partial is None else f.partial)
+                raise UnknownConfig(f"{where}.sliding_attention.rope_type is {local['rope_type']!r}, expected 'default'")
+            found["rope_local_theta"] = (f.local_theta[0] or f"{where}.sliding_attention.rope_theta", local["rope_theta"])
+        known_sizes = all(isinstance(n, int) for n in (head_dim, H, C))
+        if head_dim is not None and f.own_head and not (known_sizes and H > 0 and head_dim * H == C):
+            found["head_dim"] = ("head_dim", head_dim)
+        fraction = rope.get("partial_rotary_factor", 1.0 if f.partial is None else f.partial)
         if f.partial is not None:
-            found["rotary_fraction"] = ("partial_rotary_factor", turned)
-        elif turned != 1.0:
-            raise UnknownConfig(f"partial_rotary_factor is {turned!r}, expected 1.0 in {f.model_type}")
+            found["rotary_fraction"] = ("partial_rotary_factor", fraction)
+        elif fraction != 1.0:
+            raise UnknownConfig(f"partial_rotary_factor is {fraction!r}, expected 1.0 in {f.model_type}")
         found |= {name: (key, config.get(key, usual) or 0.0) for key, (name, usual) in f.optional.items()}
         return {**found, **f.read(config), **_windows(f, config, sizes["num_hidden_layers"][1])}
 
     def all_written(cfg: Any) -> dict[str, Any]:
+        """The keys of config.json that need more than a table row."""
         found = {"num_key_value_heads": cfg.kv_heads, **_written_rope(cfg)}
         if f.local_theta:
             full = {"rope_theta": cfg.rope_theta, **(found["rope_scaling"] or {"rope_type": "default"})}
@@ -268,12 +273,14 @@ def of_family(f: Family) -> HuggingFace:
         return {**found, **f.written(cfg), **_written_windows(f, cfg)}
 
     def refused(cfg: Any) -> str | None:
+        """Why a configuration cannot be exported as this family; None if it can. Fields that the family's config.json cannot
+        express must have their defaults."""
         usual = {field.name: field.default for field in fields(cfg)}
-        wanted = {name: default for name, default in usual.items() if name not in said} | dict(f.fixed)
+        wanted = {name: default for name, default in usual.items() if name not in expressible} | dict(f.fixed)
         wanted |= {"head_dim": 0, "kv_heads": cfg.kv_heads if f.kv_heads else cfg.heads} if not f.own_head else {}
-        for name, one in wanted.items():
-            if getattr(cfg, name) != one:
-                return f"model.{name} is {getattr(cfg, name)!r}, {f.model_type} has {one!r}"
+        for name, required in wanted.items():
+            if getattr(cfg, name) != required:
+                return f"model.{name} is {getattr(cfg, name)!r}, {f.model_type} has {required!r}"
         for key, (name, _, table) in words.items():
             if getattr(cfg, name) not in table.values():
                 return f"model.{name} is {getattr(cfg, name)!r}, expected {' or '.join(map(repr, table.values()))} by {key}"

@@ -33,7 +33,6 @@ def _gemma(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 
 
 def _sees_a_window(config: Mapping[str, Any], layer: int) -> bool:
-    """All layers of a Gemma 3 but every 6th."""
     key = "sliding_window_pattern"
     return (layer + 1) % _positive(config, key if key in config else f"_{key}", 6) != 0
 
@@ -51,16 +50,16 @@ def _no_gemma(cfg: Any) -> str | None:
 
 
 def _nope_layers(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """SmolLM3's list has 1 for a layer that has RoPE and 0 for one that has none."""
-    key, layers, every = "no_rope_layers", config.get("num_hidden_layers", 36), config.get("no_rope_layer_interval", 4)
-    each = config.get(key)
+    """Our field for layers without RoPE (NoPE): SmolLM3's list has 1 for a layer with RoPE, 0 for one without."""
+    key, layers, interval = "no_rope_layers", config.get("num_hidden_layers", 36), config.get("no_rope_layer_interval", 4)
+    has_rope = config.get(key)
     if isinstance(layers, int) and layers > 1024:  # which Config refuses: a list of that length is not made
         return {}
-    if each is None and isinstance(layers, int) and isinstance(every, int) and every > 0:
-        each = [int((i + 1) % every != 0) for i in range(layers)]
-    if not isinstance(each, list) or len(each) != layers or not all(n in (0, 1) for n in each):
-        raise UnknownConfig(f"{key} is {str(each)[:60]}, expected 0 or 1 for each of {layers} layers")
-    return {"nope_layers": (key, ",".join(str(i) for i, n in enumerate(each) if not n))}
+    if has_rope is None and isinstance(layers, int) and isinstance(interval, int) and interval > 0:
+        has_rope = [int((i + 1) % interval != 0) for i in range(layers)]
+    if not isinstance(has_rope, list) or len(has_rope) != layers or not all(n in (0, 1) for n in has_rope):
+        raise UnknownConfig(f"{key} is {str(has_rope)[:60]}, expected 0 or 1 for each of {layers} layers")
+    return {"nope_layers": (key, ",".join(str(i) for i, n in enumerate(has_rope) if not n))}
 
 
 def _written_nope(cfg: Any) -> dict[str, Any]:

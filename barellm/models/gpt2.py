@@ -78,9 +78,9 @@ class Weights:
 
 
 def declare(p: Program, cfg: Config, mlp: DeclareMlp | None = None) -> Weights:
-    """Declare the parameters, initialised as GPT-2 does it: std 0.02, residual projections times 1 / sqrt(2 L), biases 0, norms 1,
-    padded ids 0. With unit scaling all weights have std 1, and norms have no parameters. `mlp` declares both products of a
-    layer's MLP, given its name and number, unless they are dense."""
+    """Declare the parameters with GPT-2's initialization: std 0.02, residual projections times 1 / sqrt(2 L), biases 0, norms 1,
+    padded ids 0. With unit scaling all weights have std 1 and norms no parameters. `mlp(name, layer)` declares both matrices of a
+    layer's MLP; None: dense ones."""
     C = cfg.d_model
     std = 1.0 if cfg.unit_scaling else 0.02
     residual_std = 1.0 if cfg.unit_scaling else 0.02 / sqrt(2 * cfg.layers)
@@ -113,7 +113,7 @@ def declare(p: Program, cfg: Config, mlp: DeclareMlp | None = None) -> Weights:
 def forward(
     p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, training: bool, documents: Documents | None = None
 ) -> Tensor:
-    """The loss (1,): the sum over valid targets times the scalar inv_targets. Dropout in training only."""
+    """The loss (1,): summed over valid targets, times the scalar inv_targets (1 / their number). Dropout only in training."""
     w = declare(p, cfg)
     rate = cfg.dropout if training else 0.0
     positions, starts = (documents.positions, documents.starts) if documents else (None, None)
@@ -127,14 +127,15 @@ def forward(
 
 
 def decode(p: Program, cfg: Config, tokens_BT: Tensor, caches: tuple[int, int] | None = None, **places: Any) -> Tensor:
-    """The fp32 logits (B, 1, Vp) of the last position. Tokens stand at positions pos .. pos + T, or in rows of `caches` (rows,
-    length) as `places` says (`assembly/serving.py`), and the caches hold those before."""
+    """fp32 logits (B, 1, Vp) of the last position, with KV caches. Tokens have positions pos .. pos + T; or, in continuous
+    batching, the cache rows and positions that `places` gives, in caches of the shape `caches` (rows, length)
+    (`assembly/serving.py`)."""
     w = declare(p, cfg)
     shape = tuple(int(n) for n in (*(caches or tokens_BT.shape), cfg.d_model))
 
     def attend(block: Block, qkv_BT3C: Tensor) -> Tensor:
-        both = [p.cache(f"{block.name}.{kind}_cache", shape, p.compute) for kind in "kv"]
-        return p.attention_cached(*p.split(qkv_BT3C, 3), *both, heads=cfg.heads, **places)
+        kv_caches = [p.cache(f"{block.name}.{kind}_cache", shape, p.compute) for kind in "kv"]
+        return p.attention_cached(*p.split(qkv_BT3C, 3), *kv_caches, heads=cfg.heads, **places)
 
     rest, at = (w, tokens_BT, attend, lambda x_BTC: x_BTC), places.get("positions")
     x_BTC = _unit_trunk(p, cfg, *rest, at) if cfg.unit_scaling else trunk(p, *rest, positions_BT=at)
@@ -155,8 +156,8 @@ def trunk(
     p: Program, w: Weights, tokens_BT: Tensor, attend: Attend, dropout: Dropout, mlp: Mlp = dense_mlp,
     positions_BT: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """What the classifier sees: (B, T, C), normalised. `attend` makes attention (B, T, C) of a block's product (B, T, 3 C), and
-    `mlp` a block's MLP. `positions_BT` of the tokens, where they are not the sequence's own."""
+    """The final hidden states (B, T, C), normalized. `attend(block, qkv)` computes attention (B, T, C) from (B, T, 3 C), `mlp` a
+    block's MLP. `positions_BT`: positions of the tokens, None for 0, 1, ..."""
     x_BTC = dropout(p.embedding(tokens_BT, w.wte, w.wpe, positions=positions_BT))
     for b in w.blocks:
         with p.segment(b.name):
@@ -171,7 +172,7 @@ def trunk(
 def _unit_trunk(
     p: Program, cfg: Config, w: Weights, tokens_BT: Tensor, attend: Attend, dropout: Dropout, positions_BT: Tensor | None = None
 ) -> Tensor:
-    """The same in unit scaling. The logits are divided by sqrt(C) before their product, in the last norm."""
+    """`trunk` with unit scaling (Blake et al. 2023). The division of the logits by sqrt(C) is folded into the last norm's gain."""
     half, averaged = sqrt(0.5), 1.0 / unit.attention_rms(cfg.max_seq)
     x_BTC = p.rescale(p.embedding(tokens_BT, w.wte, w.wpe, positions=positions_BT), forward=half, backward=half)
     x_BTC = dropout(x_BTC)
@@ -214,8 +215,8 @@ def default() -> Run:
 
 
 def shakespeare_char() -> Run:
-    """nanoGPT's example for a CPU: a character model of 0.8M parameters, trained for 2000 steps. Like nanoGPT's, an evaluation
-    looks at 40 batches. There 20 are from each part of the text; here all are from the validation part, evenly spread."""
+    """nanoGPT's CPU example: a character model of 0.8M parameters, trained for 2000 steps. An evaluation takes 40 batches:
+    nanoGPT's 20 of each split, here all from the validation split, evenly spread."""
     return Run(
         preset="shakespeare-char",
         model=Config(layers=4, heads=4, d_model=128, vocab_size=65, padded_vocab=65, max_seq=64, bias=False),
@@ -257,8 +258,8 @@ SIZES = {"124m": (12, 12, 768), "350m": (24, 16, 1024), "774m": (36, 20, 1280), 
 
 
 def _gpt2(preset: str, size: str, *, lr: float, floor: float = 0.1, max_seq: int = 1024, **how: Any) -> Run:
-    """GPT-2 of one of SIZES on steps of 2^19 tokens unless `how`, keys of [train] and [optim], says otherwise. The rate falls to
-    `floor` times its highest."""
+    """GPT-2 of one of SIZES, batches of 2^19 tokens; `how`: other keys of [train] and [optim]. The rate decays to `floor` of its
+    peak."""
     layers, heads, channels = SIZES[size]
     optim: dict[str, Any] = {"warmup": 700} | {key: how.pop(key) for key in list(how) if key in entries(OptimConfig)}
     train: dict[str, Any] = {"steps": 19560, "eval_every": 250, "checkpoint_every": 1000}

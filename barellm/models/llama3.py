@@ -145,16 +145,13 @@ class Config(ModelConfig):
 
     @property
     def rotated(self) -> int:
-        """Columns of a head that turn."""
         return int(self.head_size * self.rotary_fraction)
 
     def window_of(self, layer: int) -> int:
-        """The sliding window of a layer; 0: none."""
         return self.sliding_window if not self.window_layers or layer in numbers(self.window_layers) else 0
 
     @property
     def qkv_widths(self) -> tuple[int, int, int]:
-        """Columns of q, k and v."""
         D = self.head_size
         return self.heads * D, self.kv_heads * D, self.kv_heads * D
 
@@ -194,8 +191,7 @@ class Weights:
 
 
 def declare(p: Program, cfg: Config) -> Weights:
-    """Declare the parameters, initialised as GPT-2's: std 0.02, residual projections times 1 / sqrt(2 L), norms 1, biases 0, padded
-    ids 0."""
+    """Declare the parameters with GPT-2's initialization: std 0.02, residual projections times 1 / sqrt(2 L), norms 1, biases 0."""
     C, F = cfg.d_model, cfg.d_ff
     residual_std, gain = 0.02 / sqrt(2 * cfg.layers), 0.0 if cfg.norm_unit_offset else 1.0
 
@@ -241,7 +237,7 @@ def declare(p: Program, cfg: Config) -> Weights:
 def forward(
     p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, training: bool, documents: Documents | None = None
 ) -> Tensor:
-    """The loss (1,): the sum over valid targets times the scalar inv_targets. It has no dropout, so training changes nothing."""
+    """The loss (1,): summed over valid targets, times the scalar inv_targets. There is no dropout: `training` is ignored."""
     w = declare(p, cfg)
     positions, starts = (documents.positions, documents.starts) if documents else (None, None)
 
@@ -256,15 +252,14 @@ def forward(
 
 
 def decode(p: Program, cfg: Config, tokens_BT: Tensor, caches: tuple[int, int] | None = None, **places: Any) -> Tensor:
-    """The fp32 logits (B, 1, Vp) of the last position. Tokens stand at positions pos .. pos + T, or in rows of `caches` (rows,
-    length) as `places` says (`assembly/serving.py`). The caches hold the positions before: the heads of keys, which are rotated,
-    and of values, but not those of queries."""
+    """fp32 logits (B, 1, Vp) of the last position, with KV caches (rotated keys). Positions, `caches`, `places`: see
+    gpt2.decode."""
     w = declare(p, cfg)
     shape = tuple(int(n) for n in (*(caches or tokens_BT.shape), cfg.kv_heads * cfg.head_size))
 
     def attend(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        both = [p.cache(f"{block.name}.{kind}_cache", shape, p.compute) for kind in "kv"]
-        return p.attention_cached(q, k, v, *both, **_scores(cfg, block), **places)
+        kv_caches = [p.cache(f"{block.name}.{kind}_cache", shape, p.compute) for kind in "kv"]
+        return p.attention_cached(q, k, v, *kv_caches, **_scores(cfg, block), **places)
 
     logits = p.last_logits(_trunk(p, cfg, w, tokens_BT, attend, places.get("positions")), w.head)
     return p.softcap(logits, tanh_cap(cfg.logits_softcap)) if cfg.logits_softcap else logits
@@ -285,6 +280,8 @@ Attend = Callable[[Block, "Tensor", "Tensor", "Tensor"], "Tensor"]
 
 
 def _trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor, attend: Attend, positions_BT: Tensor | None = None) -> Tensor:
+    """The final hidden states (B, T, C), normalized and divided by `logits_scaling`. `attend(block, q, k, v)` gives (B, T, H D)."""
+
     def normed(x_BTC: Tensor, norm: Affine | None) -> Tensor:
         if norm is None:
             return x_BTC
@@ -313,7 +310,6 @@ def _times(p: Program, x: Tensor, by: float) -> Tensor:
 
 
 def _gain(p: Program, cfg: Config, weight: Tensor) -> Tensor:
-    """What a norm multiplies by."""
     return p.unit_offset(weight) if cfg.norm_unit_offset else weight
 
 
@@ -328,6 +324,7 @@ def _rope(p: Program, cfg: Config) -> list[Tables]:
 
 
 def _qkv(p: Program, cfg: Config, b: Block, h_BTC: Tensor, tables: Tables, positions_BT: Tensor | None) -> Sequence[Tensor]:
+    """q, k (normalized if the model has QK norm, and rotated unless the layer has no RoPE) and v of a block's input."""
     heads = cfg.heads, cfg.kv_heads
 
     def turned(x_BTD: Tensor, count: int) -> Tensor:
@@ -378,8 +375,8 @@ def llama_124m() -> Run:
 
 
 def _released(preset: str, lr: float, **sizes: Any) -> Run:
-    """A model that others released, Meta unless `sizes` say otherwise. Meta's have 131,072 positions; the first presets have 8192,
-    and an import has as many as its folder says. Its tokenizer is no part of barellm: name the folder of its tokenizer.json."""
+    """The preset of a released model, Meta's unless `sizes` say otherwise. Presets have 8192 positions (Meta's have 131,072); an
+    import takes the folder's number. The tokenizer is not part of barellm: name the folder of its tokenizer.json."""
     usual: dict[str, Any] = {"heads": 32, "kv_heads": 8, "vocab_size": 128_256, "max_seq": 8192}
     return Run(
         preset=preset,

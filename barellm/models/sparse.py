@@ -88,12 +88,13 @@ def _distances(p: Program, cfg: Config, b: gpt2.Block) -> Tensor | None:
 
 
 def _blocks(p: Program, cfg: Config, name: str, layer: int) -> tuple[gpt2.Affine, gpt2.Affine]:
-    """The blocks, one under the other, and biases of an MLP's two products."""
+    """Declare the block-sparse matrices of an MLP: the linked blocks stacked (blocks * bs, bs), and biases. std grows as each
+    output sums over fewer inputs than a dense matrix's."""
 
     def affine(part: str, layout: BlockLayout, dense: int, std: float) -> gpt2.Affine:
-        width, each = layout.shape[1] * layout.block, len(layout) * layout.block / layout.shape[1]
+        width, fan_in = layout.shape[1] * layout.block, len(layout) * layout.block / layout.shape[1]
         shape = (len(layout) * layout.block, layout.block)
-        weight = p.parameter(f"{name}.{part}.blocks", shape, std=std * sqrt(dense / each))
+        weight = p.parameter(f"{name}.{part}.blocks", shape, std=std * sqrt(dense / fan_in))
         return weight, p.parameter(f"{name}.{part}.bias", (width,)) if cfg.bias else None
 
     fc, proj = _graphs(cfg, layer)
@@ -111,6 +112,7 @@ def _graphs(cfg: Config, layer: int) -> tuple[BlockLayout, BlockLayout]:
 
 
 def _mlp(cfg: Config) -> gpt2.Mlp:
+    """A function that appends a block's MLP: dense, or block-sparse with `mlp_layout`."""
     if not cfg.mlp_layout:
         return gpt2.dense_mlp
 
@@ -123,7 +125,7 @@ def _mlp(cfg: Config) -> gpt2.Mlp:
 
 
 def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, training: bool) -> Tensor:
-    """The loss (1,): the sum over valid targets times the scalar inv_targets."""
+    """The loss (1,): summed over valid targets, times the scalar inv_targets."""
     w = declare(p, cfg)
     rate = cfg.dropout if training else 0.0
 
@@ -141,6 +143,7 @@ def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:
 
 
 def _attention(p: Program, cfg: Config, tokens_BT: Tensor) -> Callable[[gpt2.Block, Tensor], Tensor]:
+    """A function that appends a block's attention: dense, or block-sparse by `layout`, cut to the length of the tokens."""
     if not cfg.layout:
         return lambda _, qkv_BT3C: p.attention(*p.split(qkv_BT3C, 3), heads=cfg.heads)
     from barellm.program import layouts  # with NumPy, which choosing a preset does not need
@@ -159,8 +162,8 @@ def _attention(p: Program, cfg: Config, tokens_BT: Tensor) -> Callable[[gpt2.Blo
 
 
 def sparse_char() -> Run:
-    """A model of bytes that sees 8192 of them, on two cores: half of its heads look at what is near, the others at what is near and
-    at the ends of all stretches of 512 bytes before."""
+    """A byte-level model with 8192 positions, trained on two cores: half of its heads have local attention, the others a local and
+    fixed pattern (the last 64 of each 512 bytes)."""
     muon = {"muon_lr": 0.03, "momentum": 0.85, "ns_steps": 3, "normuon": 0.95}
     return Run(
         preset="sparse-char",

@@ -152,7 +152,6 @@ class Config(ModelConfig):
         return short * self.block, max(long, self.final_window) * self.block
 
     def names(self, field: str) -> tuple[int, ...]:
-        """The layers that a field names."""
         return _layers(getattr(self, field), f"model.{field}")
 
 
@@ -182,16 +181,16 @@ class Weights:
 
 
 def declare(p: Program, cfg: Config) -> Weights:
-    """Initialisation as theirs: uniform numbers in q, k, v, O and the MLP's first matrix, zeros in its second and in gates."""
+    """Declare the parameters, initialized as in the record: uniform q, k, v, O and first MLP matrix, zero second and gates."""
     L, C, F, Vp = cfg.layers, cfg.d_model, cfg.d_ff, cfg.padded_vocab
     bound = sqrt(3) * 0.5 / sqrt(C)
     values = [i for i in cfg.names("values") if i not in cfg.names("skipped")]
 
-    def adam_s(name: str, rows: int, columns: int, **begins: Any) -> Tensor:
+    def adam_matrix(name: str, rows: int, columns: int, **begins: Any) -> Tensor:
         return p.parameter(name, (rows, columns), bf16=cfg.adam_weights == "bf16", **begins)
 
     def gate(name: str, rows: int) -> Tensor:
-        return adam_s(f"{name}.gate", rows, GATED)
+        return adam_matrix(f"{name}.gate", rows, GATED)
 
     def layer(i: int) -> Layer:
         attends, valued = i not in cfg.names("skipped"), i in values
@@ -200,24 +199,23 @@ def declare(p: Program, cfg: Config) -> Weights:
             qkv=p.parameter(f"h.{i}.attn.qkv", (3 * C, C), bound=bound) if attends else None,
             proj=p.parameter(f"h.{i}.attn.proj", (C, C), bound=bound) if attends else None,
             gate=gate(f"h.{i}.attn", cfg.heads) if attends else None,
-            ve=adam_s(f"values.{values.index(i)}", Vp, C, std=0.01) if valued else None,
+            ve=adam_matrix(f"values.{values.index(i)}", Vp, C, std=0.01) if valued else None,
             ve_gate=gate(f"h.{i}.value", cfg.heads) if valued else None,
             up=p.parameter(f"h.{i}.mlp.up", (F, C), bound=bound),
             down=p.parameter(f"h.{i}.mlp.down", (F, C)),
         )
 
-    embed = adam_s("embed", Vp, C, transposed="head")
-    bigrams = adam_s("bigrams", BUCKETS * Vp, C) if cfg.bigram else None
+    embed = adam_matrix("embed", Vp, C, transposed="head")
+    bigrams = adam_matrix("bigrams", BUCKETS * Vp, C) if cfg.bigram else None
     factors = {name: p.parameter(name, (n,), value=first) for name, (n, first) in _factors(cfg).items()}
     smear = gate("smear", 1) if cfg.smear else None
     skip = gate("skip", 1) if cfg.names("skipped") else None
     layers = [layer(i) for i in range(L)]
-    return Weights(embed, bigrams, factors, smear, skip, layers, adam_s("head", C, Vp, std=0.005))
+    return Weights(embed, bigrams, factors, smear, skip, layers, adam_matrix("head", C, Vp, std=0.005))
 
 
 def _factors(cfg: Config) -> dict[str, tuple[int, float]]:
-    """Name -> how many numbers, and their first value. Theirs are packed in five tensors, which makes no difference: Adam treats
-    each number alone."""
+    """Learned scalars: name -> (how many, initial value). (The record packs them into five tensors; Adam is elementwise.)"""
     L, lanes = cfg.layers, max(0, cfg.layers - cfg.lanes_from)
     found = {"qkv.scale": (L, 0.5), "proj.scale": (L, 1.0), "resid.attn": (L, sqrt(1.1)), "resid.mlp": (L, sqrt(1.1))}
     found |= {"post.mlp": (L, 1.0), "x0.scale": (L, 0.0)}
@@ -263,7 +261,7 @@ def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:
 
 
 def _trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor) -> Tensor:
-    """What the classifier sees: (B, T, C), normalised."""
+    """The final hidden states (B, T, C), normalized."""
     f = w.factors
 
     def number(name: str, i: int = 0) -> Tensor:
@@ -321,10 +319,10 @@ def _trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor) -> Tensor:
             backout_BTC = lane0_BTC
 
     # --- what the classifier sees ---
-    ends: list[Term] = [(lane0_BTC, 1.0)] if lane1_BTC is None else [(lane0_BTC, 0.5), (lane1_BTC, 0.5)]
+    final_terms: list[Term] = [(lane0_BTC, 1.0)] if lane1_BTC is None else [(lane0_BTC, 0.5), (lane1_BTC, 0.5)]
     if backout_BTC is not None:  # what served later layers only is taken out again
-        ends.append((backout_BTC, number("backout.scale")))
-    return norm(p.mix(*ends) if len(ends) > 1 else lane0_BTC)
+        final_terms.append((backout_BTC, number("backout.scale")))
+    return norm(p.mix(*final_terms) if len(final_terms) > 1 else lane0_BTC)
 
 
 @dataclass(frozen=True)
@@ -336,7 +334,7 @@ class _Seen:
 
 
 def _attention(p: Program, cfg: Config, layer: Layer, x_BTC: Tensor, ve_BTC: Tensor | None, scales, seen: _Seen, i: int) -> Tensor:
-    """Attention of one layer; x (B, T, C) is normalised, and its first columns drive the gates."""
+    """Attention of layer i; x (B, T, C) is normalized, its first columns drive the gates. `scales`: of input and output."""
     assert layer.qkv is not None and layer.gate is not None and layer.proj is not None
     paired, long = i in cfg.names("paired"), i in cfg.names("long")
     gate_BTH = p.gate_logits(x_BTC, layer.gate)
@@ -350,9 +348,9 @@ def _attention(p: Program, cfg: Config, layer: Layer, x_BTC: Tensor, ve_BTC: Ten
     q_BTC, k_BTC = p.split(qk_BT2C, 2)
     if ve_BTC is not None and value_BTH is not None:
         v_BTC = p.gated(ve_BTC, value_BTH, base=v_BTC, scale=2.0)
-    window, most = ("window_long", cfg.most_windows[1]) if long else ("window_short", cfg.most_windows[0])
+    window, widest = ("window_long", cfg.most_windows[1]) if long else ("window_short", cfg.most_windows[0])
     y_BTC = p.attention(
-        q_BTC, k_BTC, v_BTC, heads=cfg.heads, window=window, most_window=most, scale="attention_scale", starts=seen.starts,
+        q_BTC, k_BTC, v_BTC, heads=cfg.heads, window=window, most_window=widest, scale="attention_scale", starts=seen.starts,
         paired=paired,
     )  # fmt: skip
     return p.linear(p.gated(y_BTC, gate_BTH, factor=scales[1]), layer.proj)
@@ -379,7 +377,7 @@ AS_THE_RECORD: dict[str, Any] = {"bigram_first": "reserved", "adam_weights": "bf
 
 
 def speedrun() -> Run:
-    """The record itself, on FineWeb's shards: 1490 steps of 8 micro-batches."""
+    """The record itself, on FineWeb shards: 1490 steps of 8 micro-batches."""
     return Run(
         preset="speedrun",
         model=Config(padded_vocab=50304, separator=50256, max_seq=VALIDATED, **AS_THE_RECORD),
@@ -393,8 +391,8 @@ def speedrun() -> Run:
 
 
 def speedrun_small() -> Run:
-    """The same code at a size that two CPU cores train in a minute or two, on the source of Python's standard library. Everything
-    that counts tokens is a sixteenth of the record's or less; a document is a file, and a row may begin in the middle of one."""
+    """The same code at a size that two CPU cores train in two minutes, on the source of Python's standard library. Token counts are
+    1/16 of the record's or less; a document is a file, and a row may begin in the middle of one."""
     stages = (
         Stage(1024, (1, 3), Fraction(1, 3), lr=1.0, mtp=(1.0, 0.5, 0.25), mtp_end=(1.0, 0.5, 0.0)),
         Stage(2048, (3, 7), Fraction(1, 3), lr=1.52, mtp=(1.0, 0.5), mtp_end=(1.0, 0.0)),

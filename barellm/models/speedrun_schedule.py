@@ -45,15 +45,15 @@ def _staged(config: Run) -> Staged:
 
 
 def yarn(cfg: Staged, index: int) -> Yarn:
-    """The angles and the scale of attention in the stage with this number: of its long window, step by step from the first."""
+    """RoPE frequencies and attention scale of stage `index`: YaRN applied once for each widening of the long window up to it."""
     from barellm.program.ops.attention.qk_rotary import Yarn
 
     stages = parse(cfg.stages, key="model.stages")
-    found = Yarn.of_head(cfg.head_size)
+    angles = Yarn.of_head(cfg.head_size)
     windows = [stage.windows[1] * cfg.block for stage in stages[: index + 1]]
     for old, new in pairwise(windows):
-        found = found.widened(old, new) if new != old else found
-    return found
+        angles = angles.widened(old, new) if new != old else angles
+    return angles
 
 
 @dataclass(frozen=True)

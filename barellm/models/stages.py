@@ -22,8 +22,7 @@ MOST_PREDICTED = 3  # tokens ahead that the loss may look
 
 @dataclass(frozen=True)
 class Stage:
-    """One row of the table. `share` 0: the extension at the end. `mtp`: the weights at the stage's first step; `mtp_end`: those
-    that they are on the way to."""
+    """A row of the table. `share` 0: the final extension. `mtp`, `mtp_end`: loss weights at the first step and at the end."""
 
     seq: int
     windows: tuple[int, int]

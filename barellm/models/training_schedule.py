@@ -55,8 +55,7 @@ class TrainingSchedule(Protocol):
         ...
 
     def on_step(self, session: ScheduledSession, index: int, total: int | None) -> None:
-        """Gives a session what its programs read in this step besides weights and text. After the last step: what evaluation and
-        sampling read."""
+        """Give a session what its programs read in this step; after the last, what evaluation and sampling read."""
         ...
 
 
@@ -71,8 +70,7 @@ def momentum(step: int, *, total: int | None, optim: OptimConfig) -> float:
 
 
 def model_schedule(config: Config) -> TrainingSchedule | None:
-    """The schedule of an architecture whose runs have stages; None for the others. UserError for a table of stages that does not
-    fit the run."""
+    """The schedule of an architecture whose runs have stages, else None. UserError for stages that do not fit the run."""
     make = getattr(models.of(config.model), "training_schedule", None)
     return None if make is None else make(config)
 

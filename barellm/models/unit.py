@@ -29,7 +29,6 @@ def attention_rms(length: int) -> float:
 
 
 def gain(p: Program, C: int, value: float) -> Tensor:
-    """The gain (C) of a norm, which does not learn."""
     import numpy as np
 
     return p.constant(f"gain.{value:.6g}", np.full(C, value, np.float32))

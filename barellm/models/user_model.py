@@ -68,7 +68,6 @@ def _imported(name: str, file: Path) -> ModuleType:
 
 
 def place(function: Any) -> str:
-    """The file and the line of a function."""
     code = getattr(function, "__code__", None)
     return f"{code.co_filename}, line {code.co_firstlineno}" if code else str(function)
 

@@ -45,16 +45,15 @@ class Built:
 
 
 def compiler(isa: ISA) -> list[str]:
-    """The command of a C compiler for the machine of `isa`: $CC, the system's, or the package ziglang's. UserError where there is
-    none."""
+    """The C compiler command for the machine of `isa`: $CC, the system's, or the package ziglang's. UserError if there is none."""
     machine = "aarch64" if for_arm(isa) else "x86_64"
-    here = for_arm(isa) == arm()
-    for name in (os.environ.get("CC", ""), *(("cc", "gcc", "clang") if here else (f"{machine}-linux-gnu-gcc",))):
+    is_native = for_arm(isa) == arm()
+    for name in (os.environ.get("CC", ""), *(("cc", "gcc", "clang") if is_native else (f"{machine}-linux-gnu-gcc",))):
         if name and shutil.which(name.split()[0]):
             return name.split()
     if find_spec("ziglang"):
         return [sys.executable, "-m", "ziglang", "cc", "-target", f"{machine}-linux-gnu"]
-    package = "gcc libc6-dev" if here else f"gcc-{machine.replace('_', '-')}-linux-gnu"
+    package = "gcc libc6-dev" if is_native else f"gcc-{machine.replace('_', '-')}-linux-gnu"
     raise UserError(f"there is no C compiler for {machine}: install one (Debian: apt install {package}), or pip install ziglang")
 
 
@@ -64,12 +63,11 @@ def statically(command: list[str]) -> list[str]:
 
 
 def for_arm(isa: ISA) -> bool:
-    """Whether code of this ISA runs on aarch64."""
     return isa.triple.startswith(("aarch64", "arm64")) if isa.triple else arm()
 
 
 def check(run: Run) -> None:
-    """Raise a UserError for what only the Python-driven loop does."""
+    """UserError for run settings that only the Python loop supports."""
     config = run.config
     if model_schedule(config) is not None:
         raise UserError(f"runs of {config.preset!r} have stages, expected a preset whose steps are all alike")
@@ -87,8 +85,8 @@ def check(run: Run) -> None:
         ("train.init_from", config.train.init_from, "none: make a run of it by barellm train, and resume from its checkpoint"),
     ):  # fmt: skip
         if value:
-            said = f"{value:g}" if isinstance(value, (int, float)) else repr(value)
-            raise UserError(f"{key} is {said}, and a program without Python does not do that, expected {expected}")
+            value_text = f"{value:g}" if isinstance(value, (int, float)) else repr(value)
+            raise UserError(f"{key} is {value_text}, and a program without Python does not do that, expected {expected}")
     if config.data.order not in ORDERS:
         raise UserError(f"data.order is {config.data.order!r}, a program has {', '.join(ORDERS)}")
     if run.data.examples is not None:
@@ -100,9 +98,8 @@ def check(run: Run) -> None:
 
 
 def build(run: Run, folder: Path, *, threads: int | None = None, static: bool = False, isa: ISA | None = None) -> Built:
-    """Make `folder`, which must not be there yet, of a run that nobody has begun. It appears when all of it is there. `threads`:
-    the most that a session can have. `static`: each driver alone too, with everything in it. `isa`: for which machine, this one
-    unless given. UserError for what cannot be built."""
+    """Build the program into the new folder `folder` (it appears when complete). `threads`: maximum of a session. `static`: also
+    static drivers. `isa`: of the target machine, default this one. UserError for what cannot be built."""
     check(run)
     isa = isa or host()
     command = compiler(isa)
@@ -120,10 +117,10 @@ def build(run: Run, folder: Path, *, threads: int | None = None, static: bool = 
     meta = json.dumps(run.meta(machine), indent=2)
     image = Image(config, programs, lowered, isa, meta, run.data.tokenizer)
     kernels = objects(lowered)
-    made = folder.with_name(f"{TEMPORARY}{folder.name}")
-    if made.exists():  # of a build that was killed
-        shutil.rmtree(made)
-    source = made / "source"
+    temporary = folder.with_name(f"{TEMPORARY}{folder.name}")
+    if temporary.exists():  # of a build that was killed
+        shutil.rmtree(temporary)
+    source = temporary / "source"
     source.mkdir(parents=True)
     for path in C.iterdir():
         shutil.copy(path, source)
@@ -136,7 +133,7 @@ def build(run: Run, folder: Path, *, threads: int | None = None, static: bool = 
         (source / f"{name}.bin").write_bytes(data)
     for number, code in enumerate(kernels):
         (source / f"kernel{number}.o").write_bytes(code)
-    shutil.copy(C / "barellm.h", made)
+    shutil.copy(C / "barellm.h", temporary)
     names = [f"kernel{i}.o" for i in range(len(kernels))]
     shared = [*OPTIONS, "-fPIC", "-fvisibility=default", *PARTS, *names]
     link = ["-shared", "-Wl,--version-script=exported", "-Wl,-z,noexecstack", "-lm", "-o", "../libbarellm.so"]
@@ -145,10 +142,10 @@ def build(run: Run, folder: Path, *, threads: int | None = None, static: bool = 
         _run([*command, *OPTIONS, *parts, "-L..", "-lbarellm", "-lm", "-Wl,-rpath,$ORIGIN", "-o", f"../{name}"], source)
         if static:
             _run([*statically(command), *OPTIONS, *parts, *PARTS, *names, "-lm", "-o", f"../{name}-static"], source)
-    found = patterns(run, made)
+    found = patterns(run, temporary)
     if folder.is_dir():  # and empty
         folder.rmdir()
-    made.rename(folder)
+    temporary.rename(folder)
     return Built(folder, *found)
 
 
@@ -164,17 +161,17 @@ def objects(lowered: step.LoweredPrograms) -> list[bytes]:
     return [*kernels, jit.cached_object(key, isa, lambda: sync.ir(arm=on_arm, futex=True))]
 
 
-def patterns(run: Run, made: Path) -> tuple[str, str]:
-    """Patterns of the shards. Those of a folder that says which are for training stay there; others are written."""
+def patterns(run: Run, temporary: Path) -> tuple[str, str]:
+    """(training pattern, validation pattern) of shard files. A folder with named splits is used in place; other data is written."""
     source = Path(run.config.data.source).expanduser()
     found = find_shards(run.config.data.source)
     if source.is_dir() and found and run.data.train.name.startswith("training shards"):
         return str(source.resolve() / "*train*.bin"), str(source.resolve() / "*val*.bin")
-    data = made / "data"
+    data = temporary / "data"
     data.mkdir()
     for name, stream in (("train", run.data.train), ("val", run.data.val)):
         _write(data, name, stream, run.data.tokenizer.vocab_size)
-    last = made.with_name(made.name.removeprefix(TEMPORARY)) / "data"
+    last = temporary.with_name(temporary.name.removeprefix(TEMPORARY)) / "data"
     return str(last / "train_*.bin"), str(last / "val_*.bin")
 
 

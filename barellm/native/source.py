@@ -53,6 +53,7 @@ class Image:
     _relocations: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        """Check that the C runtime supports these programs and tensors."""
         for name in PROGRAMS:
             p = self.programs[name]
             inputs = {t.name for t in p.named.values() if t.role == "input"}
@@ -65,7 +66,6 @@ class Image:
 
     @cached_property
     def files(self) -> dict[str, bytes]:
-        """The tokenizer's files in a checkpoint."""
         return kinds.tokenizer_files(self.tokenizer)
 
     @property
@@ -78,7 +78,7 @@ class Image:
         return [t for role in ("parameter", "state") for t in self.tensors.values() if t.role == role]
 
     def blobs(self) -> dict[str, bytes]:
-        """The contents that image.c includes as they are."""
+        """Binary contents that image.c includes, by file name."""
         by_role = {role: {t.name: t for t in self.kept if t.role == role} for role in ("parameter", "state")}
         return {
             "weights_header": tensorfile.header_of(by_role["parameter"])[0],
@@ -113,15 +113,16 @@ class Image:
         return start + region.start, start + region.stop
 
     def _calls(self) -> Iterable[str]:
+        """C source of the call tables, arguments and relocations of all programs."""
         symbols = sorted({spec.symbol() for spec in self.lowered.specs})
         yield from (f"extern kernel {symbol};" for symbol in symbols)
         rows = []
         for name in PROGRAMS:
             calls = self.lowered.calls[name]
-            after = step.barriers(calls, self._address)
+            barrier_after = step.barriers(calls, self._address)
             yield f"static const struct call calls_{name}[] = {{"
-            for call, meet in zip(calls, after, strict=True):
-                yield f"    {{{call.spec.symbol()}, {len(self._arguments)}, {int(meet)}}}, /* {call.op.name} */"
+            for call, barrier in zip(calls, barrier_after, strict=True):
+                yield f"    {{{call.spec.symbol()}, {len(self._arguments)}, {int(barrier)}}}, /* {call.op.name} */"
                 for a in call.args:
                     if not isinstance(a, int):
                         self._relocations.append(len(self._arguments))
@@ -149,6 +150,7 @@ class Image:
         yield f"const int64_t tensor_count = {len(self.kept)};"
 
     def _constants(self) -> Iterable[str]:
+        """C source of the constants' contents."""
         rows = []
         for t in self.tensors.values():
             if t.value is None:
@@ -162,6 +164,7 @@ class Image:
         yield f"const int64_t constant_count = {len(rows)};"
 
     def _blobs(self) -> Iterable[str]:
+        """C source that includes the blobs, and the tables of tokenizer files."""
         import xxhash
 
         rows = {}
@@ -177,14 +180,15 @@ class Image:
         for i, name in enumerate(self.files):
             yield f'    {{"{name}", {rows[f"tokenizer_{i}"]}}},'
         yield f"}};\nconst int64_t tokenizer_file_count = {len(self.files)};"
-        known = self.tokenizer
-        yield from _array("static const int32_t ends[]", sorted(known.ends))
-        numbers = f"{known.vocab_size}, {CUT.get(known.name, 'BY_RULES')}, {known.start}, ends, {len(known.ends)}"
+        tok = self.tokenizer
+        yield from _array("static const int32_t ends[]", sorted(tok.ends))
+        numbers = f"{tok.vocab_size}, {CUT.get(tok.name, 'BY_RULES')}, {tok.start}, ends, {len(tok.ends)}"
         yield f'const struct tokenizer tokenizer = {{{{"", {rows["token_table"]}}}, {numbers}}};'
 
     def _run(self) -> Iterable[str]:
+        """C source of the run's sizes, schedule and default scalars."""
         plan, thread_scratch, config = self.lowered.plan, self.lowered.thread_scratch, self.config
-        train, o = config.train, config.optim
+        train, optim = config.train, config.optim
         threads = self.lowered.threads
         yield f"const int64_t arena_bytes = {plan.arena_bytes}, private_offset = {self._offset(thread_scratch)};"
         yield f"const int64_t private_bytes = {thread_scratch.nbytes // threads}, most_threads = {threads};"
@@ -192,12 +196,12 @@ class Image:
         yield from _array("const int64_t defaults[][2]", rows)
         yield f"const int64_t default_count = {len(rows)};"
         # The rates of both optimizers are multiples of the schedule's (OptimConfig.rates).
-        high, low = (o.lr, o.min_lr) if o.lr else (o.muon_lr, 0.0)
-        muon = (o.muon_lr_ratio if o.lr else 1.0) if o.has_muon else -1.0
-        numbers = (high, low, 1.0 if o.lr else 0.0, muon, o.decay_fraction, o.momentum, o.momentum_start)
-        steps = (o.warmup, o.momentum_warmup, o.momentum_cooldown)
+        high, low = (optim.lr, optim.min_lr) if optim.lr else (optim.muon_lr, 0.0)
+        muon = (optim.muon_lr_ratio if optim.lr else 1.0) if optim.has_muon else -1.0
+        numbers = (high, low, 1.0 if optim.lr else 0.0, muon, optim.decay_fraction, optim.momentum, optim.momentum_start)
+        steps = (optim.warmup, optim.momentum_warmup, optim.momentum_cooldown)
         rates = _list(float(x).hex() for x in numbers)
-        yield f"const struct schedule schedule = {{{rates}, {_list(steps)}, {o.schedule.upper()}}};"
+        yield f"const struct schedule schedule = {{{rates}, {_list(steps)}, {optim.schedule.upper()}}};"
         sizes = (
             train.micro_batch_size, train.seq, train.gradient_accumulation_steps, train.batch_rampup_from,
             train.batch_rampup_tokens, train.steps, train.seed,
@@ -209,7 +213,7 @@ class Image:
         yield f'const char *const instructions = "{FLAGS.get(self.isa.name, "")}";'
 
     def settings(self, *, final_tokens: int) -> str:
-        """What only the driver needs to know."""
+        """C source of what only the driver needs."""
         train = self.config.train
         every = (train.checkpoint_every, train.keep_every, train.sample_every)
         numbers = (train.seed, train.eval_every, train.eval_tokens, final_tokens, *every)

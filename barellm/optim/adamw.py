@@ -20,8 +20,7 @@ MOMENTS = {"fp32": ("fp32", "fp32"), "16bit": ("e6m9", "ue6m10"), "16bit-stochas
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW with these constants. `moments` says how both moments are stored. The learning rate is that of the run times
-    `lr_scale`."""
+    """AdamW with these constants. `moments`: how both moments are stored. The learning rate is the run's times `lr_scale`."""
 
     beta1: float = 0.9
     beta2: float = 0.95
@@ -53,5 +52,4 @@ def adamw_rules(config: OptimConfig) -> list[Rule]:
 
 
 def adamw(p: Program, config: OptimConfig) -> None:
-    """Append the update of all parameters by `rules`."""
     update(p, adamw_rules(config), clip=config.clip)

@@ -43,13 +43,13 @@ class Muon:
             self._update(p, together, clip)
 
     def _update(self, p: Program, params: list[Tensor], clip: Tensor) -> None:
-        """Append the Newton-Schulz steps of all matrices interleaved, so that no thread waits for another between two matrices."""
-        how, bank = ITERATIONS[self.orthogonalization], cast("dict[str, Any]", {"matrices": self.matrices})
+        """Append the Newton-Schulz steps, interleaved over all matrices, so that threads need not wait between two matrices."""
+        iteration, bank = ITERATIONS[self.orthogonalization], cast("dict[str, Any]", {"matrices": self.matrices})
         xs = [self._begin(p, param, clip) for param in params]
-        bounded = {"margin": how.margin, "eps": how.eps, **bank}
+        bounded = {"margin": iteration.margin, "eps": iteration.eps, **bank}
         xs = [p.apply(ops.MuonNormalize, u=x.u, partials=x.partials, **bounded).x for x in xs]
         # A step: x = scale x + (linear A + square A^2) x with A = x x^T (of tall matrices x^T x).
-        for scale, linear, square in how.turns[: self.ns_steps]:
+        for scale, linear, square in iteration.turns[: self.ns_steps]:
             grams = [p.apply(ops.Gram, x=x, **bank).a for x in xs]
             polynomials = [p.apply(ops.GramPolynomial, a=a, linear=linear, square=square, **bank).b for a in grams]
             xs = [p.apply(ops.GramApply, x=x, b=b, scale=scale, **bank).y for x, b in zip(xs, polynomials, strict=True)]

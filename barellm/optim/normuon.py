@@ -63,8 +63,8 @@ def moments(p: Program, param: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def speedrun_rules(config: OptimConfig) -> list[Rule]:
-    """The table for `optim.name speedrun`: which parameter of models/speedrun.py gets which optimizer. A run's `lr` is Adam's, and
-    `muon_lr` NorMuon's."""
+    """The table for `optim.name speedrun`: the optimizer of each parameter of models/speedrun.py. `lr` is Adam's, `muon_lr`
+    NorMuon's."""
     muon = {"rate": "muon_lr", "ns_steps": config.ns_steps}
     muon |= {"beta2": config.normuon, "cautious": config.cautious, "weight_decay": config.weight_decay}
     return [
@@ -93,12 +93,10 @@ def updates(config: OptimConfig) -> dict[str, Callable[[Program], None]]:
 def speedrun_update(
     p: Program, rules: Sequence[Rule], *, adam: bool, tied: bool = False, embed: str = "embed", head: str = "head"
 ) -> None:
-    """Append the end of a step. `adam`: of all parameters, else of NorMuon's alone; `tied`: the parameters `embed` (V, C) and
-    `head` (C, V) are one, so the head gets the sum of both gradients, and the embedding becomes its transpose.
-
-    A step without Adam leaves Adam's gradients, to which the next one adds, and zeroes NorMuon's; after one with Adam all are
-    computed from zero. Nothing is clipped; a norm that is not finite skips the update of the parameters that this program is about.
-    """
+    """Append the end of a step. `adam`: update all parameters, else only NorMuon's. `tied`: `embed` (V, C) and `head` (C, V) are
+    one parameter, so `head` gets the sum of both gradients and `embed` is set to its transpose.
+    A step without Adam keeps Adam's gradients, to which the next step adds, and zeroes NorMuon's. There is no clipping; a
+    non-finite norm skips the update."""
     params = p.store.trainable
     pair = [next(t for t in params if t.name == name) for name in (embed, head)] if adam and tied else []
     updated = [t for t, rule in assign_rules(rules, params) if adam or isinstance(rule.optimizer, Muon)]

@@ -38,7 +38,6 @@ class Compression:
     ranks: Ranks | None
 
     def compresses(self, param: Tensor) -> bool:
-        """Whether a parameter's gradient travels as factors."""
         if len(param.shape) != 2:
             return False
         rows, cols = (int(n) for n in param.shape)
@@ -76,9 +75,8 @@ class Compression:
         return [p.apply(ops.SumSquares, x=x).partials for x in (totals[0].base, *sums[1:])]
 
     def restore(self, p: Program, params: Sequence[Tensor], scale: Tensor) -> None:
-        """Append what follows the exchange: gradient = P^ (sum of Q')^T, that of all ranks, and error = what this rank's own
-        factors leave out (error feedback). It may be in a program of its own, after that of `partials`. `scale`: nothing changes
-        where scale[1] is NaN."""
+        """Append the gradient = P^ (sum of Q')^T of all ranks, and the error feedback = what this rank's factors leave out. May be
+        in a program of its own, after `partials`. Nothing changes where scale[1] is NaN."""
         from barellm.program import ops
 
         matrices = [t for t in params if self.compresses(t)]

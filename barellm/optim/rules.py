@@ -66,12 +66,10 @@ def update(
     p: Program, rules: Sequence[Rule], *, clip: float, params: Sequence[Tensor] | None = None, ranks: Ranks | None = None,
     powersgd: int = 0, overlap: bool = False,
 ) -> None:  # fmt: skip
-    """Append the update of `params`, or of all parameters of the store: the norm of all their gradients together, one scale for all
-    of them that takes it down to `clip` (0: no clipping), then each parameter's own optimizer. Of several `ranks` each updates
-    its shard (`optim.sharding`), or all of them where gradients are compressed (`powersgd` columns of a factor; 0: not compressed).
-    `overlap`: the reduce-scatter overlaps the backward pass.
-
-    The output "clip" is [norm, scale]; the state "skipped" counts updates left out because the norm was not finite."""
+    """Append the update of `params` (None: all trained): global gradient norm, one clipping scale (`clip` 0: none), then each
+    parameter's optimizer. With several `ranks` each updates its shard (`optim.sharding`), or all of them with `powersgd`
+    compression (columns of a factor; 0: none). `overlap`: the reduce-scatter overlaps the backward pass.
+    The output "clip" is [norm, scale]; the state "skipped" counts updates skipped for a non-finite norm."""
     params = p.store.trainable if params is None else params
     sharding = select_sharding(rules, params, ranks, powersgd, overlap)
     scale = p.output("clip", append_clip_scale(p, params, clip=clip, sharding=sharding))

@@ -94,8 +94,7 @@ class OptimizerSharding:
         return self._buckets(list(reversed(params)), min(BUCKET_ELEMENTS, max(share // MIN_BUCKETS, CHUNK)))
 
     def _receive_buffers(self, p: Program, number: int, bucket: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """The receive buffers (ranks - 1, size) of the pieces of this rank's shard in bucket `number`, preallocated and used for
-        nothing else."""
+        """The preallocated receive buffers (ranks - 1, size) for the pieces of this rank's shard in bucket `number`."""
         others = self.ranks.count - 1
         return [p.cache(f"arrived.{number}.{i}", (others, t.size), "fp32") for i, t in enumerate(bucket[self.ranks.rank])]
 
@@ -252,8 +251,7 @@ def _cut(t: Tensor, part: Part) -> Tensor | None:
 
 
 def _buckets(shard: Iterable[tuple[Tensor, Part]], elements: int) -> Iterator[list[Tensor]]:
-    """A rank's shard, (tensor, elements) in order, cut into lists of pieces of `elements` elements together; the last may have
-    fewer."""
+    """A rank's shard, (tensor, elements) in order, cut into buckets of `elements` elements; the last may have fewer."""
     pieces: list[Tensor] = []
     room = elements
     for t, (first, end) in shard:

@@ -1,2 +1,1 @@
-"""The description of a training step: tensors, primitive ops, the reverse walk, the memory plan. It imports nothing of the other
-folders."""
+"""The description of a training step: tensors, primitive ops, the reverse walk, the memory plan."""

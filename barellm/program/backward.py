@@ -1,9 +1,8 @@
-"""The reverse walk: from a list of forward ops to the backward ops that follow it.
-
-Each gradient has an ordered list of writers fixed by this walk. An activation's gradient is stored by its first writer
-and added to by the others; a parameter's first writer is "start": it stores on the first micro-batch, then adds.
-No add is emitted where a gradient merely passes through (`alias`). The gradient of a view is the same columns of its base's
-gradient. Nothing is zeroed first, but for columns that no view has: they become zero when somebody wants the whole."""
+"""Reverse-mode differentiation of a program: from a list of forward ops to the backward ops that follow it.
+Each gradient has an ordered list of writers fixed by this walk. An activation's gradient is stored by its first writer and added to
+by the others; a parameter's first writer is "start": it stores on the first micro-batch, then adds. No add is emitted where a
+gradient merely passes through (`alias`). The gradient of a view is the same columns of its base's gradient. Nothing is zeroed
+first, except columns that no view writes, once the whole gradient is read."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ class Parts:
         return "add"
 
     def complete(self, begin: int = 0, width: int | None = None) -> Tensor:
-        """The gradient, after ops are appended that store zeros in the columns of [begin, begin + width) not stored yet. By default
-        these are all."""
+        """The gradient, after appending ops that zero the unwritten columns of [begin, begin + width); default: all columns."""
         end = int(self.grad.shape[-1]) if width is None else begin + width
         for first, n in [*sorted(self.written), (end, 0)]:  # the gaps before each written range, and behind the last
             gap = min(first, end) - begin
@@ -95,8 +93,8 @@ class Gradients:
         return grad if grad.dtype == dtype else self.graph.apply(Cast, x=grad, dtype=dtype).y
 
     def alias(self, forward: Tensor, grad: Tensor) -> None:
-        """Contribute `grad`, unchanged, to the gradient of `forward`. The first contribution makes it the same tensor; a second is
-        added to it in a new tensor. A view's is copied into the columns of its base's gradient, and a parameter's into its own."""
+        """Add `grad` to the gradient of `forward` without computing: the first contribution becomes the gradient itself (aliased),
+        a second one is added into a new tensor. For views and parameters it is copied into their storage."""
         forward = self.key(forward)
         if forward.base not in self.needs:
             return
@@ -108,16 +106,16 @@ class Gradients:
             self.graph.apply(Cast, into={"y": target}, x=grad, dtype=grad.dtype)
             return
         self._join(forward)
-        present = self.of.get(forward)
-        if present is None:
+        pending = self.of.get(forward)
+        if pending is None:
             self._hold(forward, grad)
         else:
-            self.holders[present] -= 1
-            self._hold(forward, self.graph.apply(Add, a=present, b=grad).y)
+            self.holders[pending] -= 1
+            self._hold(forward, self.graph.apply(Add, a=pending, b=grad).y)
 
     def write(self, op_type: type[Op], targets: dict[str, Tensor], /, **operands: Any) -> None:
-        """Append `op_type`, whose outputs contribute to the gradients of `targets` (output name -> forward tensor). It writes, or
-        adds, into an existing gradient where that is safe; other outputs are tensors of their own, contributed by `alias`."""
+        """Append `op_type`, whose outputs are contributions to the gradients of `targets` (output name -> forward tensor). An
+        output is written or added in place where that is safe; otherwise it gets a new tensor, contributed by `alias`."""
         targets = {out: self.key(t) for out, t in targets.items()}
         wanted = {out: t for out, t in targets.items() if t.base in self.needs}
         if not wanted:
@@ -132,10 +130,10 @@ class Gradients:
                 into[out] = self._columns(forward, forward.dtype)
             else:
                 self._join(forward)
-                present = self.of.get(forward)
+                pending = self.of.get(forward)
                 # In place only where no other forward tensor still waits for the same gradient.
-                if present is not None and self.holders[present] == 1:
-                    into[out] = (present, "add")
+                if pending is not None and self.holders[pending] == 1:
+                    into[out] = (pending, "add")
         op = self.graph.apply(op_type, into=into, **operands)
         for out, forward in wanted.items():
             if out in into:
@@ -159,15 +157,15 @@ class Gradients:
         return (forward.on(parts.grad) if isinstance(forward, View) else parts.grad), parts.mode(forward)
 
     def _columns(self, view: View, dtype: str) -> tuple[Tensor, str]:
-        """The columns of the base's gradient into which the next writer of a view's gradient writes, and its mode."""
+        """(columns of the base's gradient, mode) for the next contribution to a view's gradient."""
         base = view.base
-        present = self.of.get(base)
-        if present is not None and self.holders[present] > 1:  # another forward tensor waits for it: add into a copy
-            self.holders[present] -= 1
-            present = self.graph.apply(Cast, x=present, dtype=present.dtype).y
-            self._hold(base, present)
-        if present is not None:
-            return view.on(present), "add"
+        pending = self.of.get(base)
+        if pending is not None and self.holders[pending] > 1:  # another forward tensor waits for it: add into a copy
+            self.holders[pending] -= 1
+            pending = self.graph.apply(Cast, x=pending, dtype=pending.dtype).y
+            self._hold(base, pending)
+        if pending is not None:
+            return view.on(pending), "add"
         if base not in self.parts:
             self.parts[base] = Parts(self.graph, self.graph.activation(f"{base.name}.grad", base.shape, dtype), "store")
         parts = self.parts[base]
@@ -213,9 +211,9 @@ def last_writer(ops: list[Op], t: Tensor) -> Op | None:
 
 
 def backward(graph: Graph, loss: Tensor, *, recompute: bool = False) -> dict[Tensor, tuple[Tensor, Op]]:
-    """Append the backward ops of `loss`. With `recompute`, what a segment computed is dropped after the forward pass
-    and computed again, from the segment's inputs, just before its backward ops (Chen et al. 2016). Gives the gradient of each
-    forward tensor that has one, with the op behind which it is finished: later ones may write more to the same tensor."""
+    """Append the backward ops of `loss`; returns the gradient of each forward tensor that has one, with the last op that writes it
+    as its gradient (later ops may reuse the tensor). With `recompute` (activation checkpointing, Chen et al. 2016) a segment's
+    activations are dropped after the forward pass and recomputed from its inputs right before its backward ops."""
     if tuple(loss.shape) != (1,):
         raise ValueError(f"backward starts from a loss of shape (1,): {describe(loss=loss)}")
     forward = list(graph.ops)
@@ -228,7 +226,7 @@ def backward(graph: Graph, loss: Tensor, *, recompute: bool = False) -> dict[Ten
         for op in forward:
             if op.segment is not None:
                 segments.setdefault(op.segment, []).append(op)
-    copies: dict[Op, Op] = {}
+    copies: dict[Op, Op] = {}  # a segment's forward op -> its recomputed copy, whose outputs the gradient rule reads instead
     seeded = False
     for op in reversed(forward):
         if op.segment in segments:
@@ -249,8 +247,8 @@ def backward(graph: Graph, loss: Tensor, *, recompute: bool = False) -> dict[Ten
 
 
 def pullback(graph: Graph, seeds: dict[Tensor, Tensor], roots: Iterable[Tensor]) -> list[Tensor]:
-    """Append the ops that take gradients of results, `seeds` (result -> its gradient), back to the inputs `roots`. Gives the
-    gradient of each root, in the root's dtype and in a tensor of its own."""
+    """Append the vector-Jacobian product: from gradients of results, `seeds` (result -> gradient), to the gradients of the inputs
+    `roots`, each in the root's dtype and in a tensor of its own."""
     roots = list(roots)
     forward = list(graph.ops)
     g = Gradients(graph)
@@ -262,23 +260,22 @@ def pullback(graph: Graph, seeds: dict[Tensor, Tensor], roots: Iterable[Tensor])
         if any(d is not None for d in douts.values()):
             op.gradient(g, **douts)
             g.release(douts.values())
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for root in roots:
         grad = g.take(root)
         if grad is None:
             raise ValueError(f"no result depends on {root.name} in a way that has a gradient")
-        if grad.dtype != root.dtype or grad in seeds.values() or grad in found:
+        if grad.dtype != root.dtype or grad in seeds.values() or grad in results:
             # Kernels may leave out an output that is an activation of a weight's shape, such as the bias gradient of a norm
             # without bias. This one is read, by the cast, so it must not count as such.
             grad.role = "output"
             grad = graph.apply(Cast, x=grad, dtype=root.dtype).y
-        found.append(grad)
-    return found
+        results.append(grad)
+    return results
 
 
 def _recompute_segment(graph: Graph, g: Gradients, ops: list[Op]) -> dict[Op, Op]:
-    """Append copies of a segment's ops that write new tensors, from the segment's inputs. Returns op -> copy. Copies whose outputs
-    nobody reads are eliminated later."""
+    """Append copies of a segment's ops on the segment's inputs; returns {op: copy}. Unread copies are eliminated later."""
     fresh: dict[Tensor, Tensor] = {}  # output of an op -> that of its copy
     copies: dict[Op, Op] = {}
 

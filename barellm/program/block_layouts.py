@@ -79,9 +79,8 @@ class BlockLayout:
         return {"columns": self.columns.table, "rows": self.rows.table, "places": self.places.T.reshape(-1).astype(np.int32)}
 
     def _lists(self, axis: int) -> Lists:
-        """The `Lists` of all rows (axis 0) or columns (axis 1). One that is longer than LONG and twice the mean is cut into even
-        parts, so that no thread or program has much more to do than the others. Where it is cut follows from the layout alone, and
-        so do the bits of the sum."""
+        """The `Lists` of all rows (axis 0) or columns (axis 1). A list longer than LONG elements and twice the mean is split into
+        even segments for load balance. The splits, and so the bits of the sums, depend on the layout only."""
         line, across = self.places[:, axis], self.places[:, 1 - axis]  # of each block: its list, and its place in it
         order = np.lexsort((across, line))
         first = np.searchsorted(line[order], np.arange(self.shape[axis] + 1))
@@ -132,21 +131,21 @@ def morton(places: np.ndarray) -> np.ndarray:
 
 
 def watts_strogatz(rows: int, columns: int, degree: int, rewired: float, seed: int) -> np.ndarray:
-    """(rows, columns) bool: both lie on one ring, each column is linked to the `degree` rows nearest to it, and each link has moved
-    to any other row with probability `rewired` (Watts and Strogatz 1998, between two layers)."""
+    """A bipartite small-world graph (rows, columns) bool: both lie on a ring, each column is linked to its `degree` nearest rows,
+    and each link is rewired to a random row with probability `rewired` (Watts and Strogatz 1998)."""
     random = np.random.default_rng(seed)
-    there = np.zeros((rows, columns), bool)
+    linked = np.zeros((rows, columns), bool)
     degree = min(degree, rows)
     for column in range(columns):
         first = round(column * rows / columns - (degree - 1) / 2)
         near = np.arange(first, first + degree) % rows
-        there[near, column] = True
+        linked[near, column] = True
         for row in near:
-            free = np.flatnonzero(~there[:, column])
+            free = np.flatnonzero(~linked[:, column])
             if random.random() < rewired and len(free):
-                there[row, column] = False
-                there[random.choice(free), column] = True
-    return there
+                linked[row, column] = False
+                linked[random.choice(free), column] = True
+    return linked
 
 
 def barabasi_albert(rows: int, columns: int, degree: int, seed: int) -> np.ndarray:

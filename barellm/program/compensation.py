@@ -1,7 +1,6 @@
-"""Codes that keep a matmul's error small instead of each element's: GPTQ (Frantar et al. 2022).
-
-A matrix's columns become codes one after the other. The error that rounding a column makes is spread over the columns that
-follow, in the proportions that make the matmul's squared error smallest for inputs with given second moments."""
+"""Weight quantization that minimizes the matmul's error instead of each element's: GPTQ (Frantar et al. 2022).
+A matrix's columns are quantized one after the other. The rounding error of a column is compensated in the columns that follow, in
+the proportions that minimize the matmul's squared error for inputs with given second moments."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ TOGETHER = max(GROUPS)  # columns whose errors reach those behind them in one ma
 
 
 def compensated_codes(w_NK: np.ndarray, moments_KK: np.ndarray, how: Scheme, *, name: str = "w") -> tuple[np.ndarray, np.ndarray]:
-    """(codes (N, K), scales (N, groups)) of the weight w_NK, as `quantize` has them. `moments_KK`: the sum of x x' over inputs x.
-    Each group gets its scale when its first column's turn comes; a row keeps the exponent that its scales have in `quantize`."""
+    """(codes (N, K), scales (N, groups)) of the weight w_NK by GPTQ, in `quantize`'s format. `moments_KK`: the sum of x x^T over
+    inputs x. A group's scale is set when its first column is reached; row exponents are `quantize`'s."""
     import numpy as np
 
     _, exponents = halves(quantize(w_NK, how, name=name)[1].astype(np.float32))
@@ -48,7 +47,7 @@ def compensated_codes(w_NK: np.ndarray, moments_KK: np.ndarray, how: Scheme, *, 
 
 
 def _spread(moments_KK: np.ndarray) -> np.ndarray:
-    """The upper triangle U with U' U = the inverse of the damped moments: row k says how an error of column k is spread."""
+    """Upper triangular U with U^T U = inverse of the damped moments: row k says how an error in column k is spread."""
     import numpy as np
 
     if not np.isfinite(moments_KK).all():

@@ -50,7 +50,6 @@ class Format:
         return self.travels or self.name
 
     def nbytes(self, size: int) -> int:
-        """The bytes of `size` elements."""
         if self.planes:
             return self.start_of(len(self.planes) - 1, size) + FORMATS[self.planes[-1]].nbytes(size)
         return -(-size * self.bits // 8)
@@ -108,8 +107,7 @@ def itemsize(dtype: str) -> int:
 
 @cache
 def numpy_dtype(name: str) -> np.dtype:
-    """NumPy's dtype of the elements of an array in memory. For codes it is that of their bits, or of the byte that they share.
-    Formats with planes have none."""
+    """NumPy dtype of a format's elements in memory; for codes an unsigned integer. Formats with planes have none."""
     theirs = {"bf16": "bfloat16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
     if name in theirs:
         import ml_dtypes
@@ -122,7 +120,7 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 def encode(values: np.ndarray, dtype: str) -> tuple[np.ndarray, ...]:
-    """The values, rounded to a format, as they lie in memory: one array for each plane."""
+    """Round values to a format; returns its arrays in memory, one per plane."""
     if dtype == "bf16_i16":
         return fp32_to_bf16_i16(np.asarray(values, np.float32))
     if dtype == "bf16_u16":
@@ -151,8 +149,8 @@ def round_to_bf16(values: np.ndarray) -> np.ndarray:
 
 
 def decode(planes: Sequence[np.ndarray], dtype: str) -> np.ndarray:
-    """The numbers that memory holds, as a copy of a NumPy dtype. Weights of two planes, and 16-bit codes, become fp32. Two codes
-    in a byte become two bytes, in one flat array."""
+    """The values of a format's planes, as a copy in a NumPy dtype: fp32 for two-plane weights and 16-bit codes; packed 4-bit codes
+    become one byte each, in a flat array."""
     if dtype == "bf16_i16":
         return bf16_i16_to_fp32(*planes)
     if dtype == "bf16_u16":

@@ -91,7 +91,6 @@ class TensorStats:
         return (self.finite - self.zeros - self._above(limit)) / max(1, self.size)
 
     def _above(self, limit: float) -> float:
-        """How many finite elements are above a positive limit."""
         low = np.exp2(np.arange(1, NOT_FINITE, dtype=np.float64) - BIAS)
         share = np.clip((2 * low - limit) / low, 0.0, 1.0)
         return float(self.counts[1:NOT_FINITE] @ share)

@@ -30,20 +30,20 @@ class TensorWithStats:
 
 
 def add_exponent_stats(p: Program, gradients: Mapping[Tensor, tuple[Tensor, Op]]) -> None:
-    """Give a program, whose backward ops are there, observers of the forward tensors that have `gradients`, of those gradients, of
-    the weights, and of their gradients, each in the order of the network."""
+    """Insert `ExponentStats` ops into a program with backward ops: for forward tensors that have `gradients`, for these gradients,
+    the weights and their gradients, in the order of the network."""
     wanted = list(_wanted(p, gradients))
-    n = len(wanted)
-    counts, sums = p.cache(COUNTS, (1, n * BINS), "i32"), p.cache(TOTALS, (1, n * len(SUMS)), "fp32")
-    behind: dict[Op | None, list[Op]] = {}
+    count = len(wanted)
+    counts, sums = p.cache(COUNTS, (1, count * BINS), "i32"), p.cache(TOTALS, (1, count * len(SUMS)), "fp32")
+    observers: dict[Op | None, list[Op]] = {}
     ops = p.ops
     p.ops = []
     for number, (name, kind, t, writer) in enumerate(wanted):
         columns = {"counts": View(counts, number * BINS, BINS), "sums": View(sums, number * len(SUMS), len(SUMS))}
         op = p.apply(ExponentStats, into={k: (v, "store") for k, v in columns.items()}, x=t, label=name, kind=kind)
         op.segment = writer and writer.segment
-        behind.setdefault(writer, []).append(op)
-    p.ops = [*behind.get(None, []), *(x for op in ops for x in (op, *behind.get(op, [])))]
+        observers.setdefault(writer, []).append(op)
+    p.ops = [*observers.get(None, []), *(x for op in ops for x in (op, *observers.get(op, [])))]
 
 
 def tensors_with_stats(p: Program) -> list[TensorWithStats]:
@@ -57,29 +57,28 @@ def tensors_with_stats(p: Program) -> list[TensorWithStats]:
 
 
 def _wanted(p: Program, gradients: Mapping[Tensor, tuple[Tensor, Op]]) -> Iterator[tuple[str, str, Tensor, Op | None]]:
-    """(name, one of KINDS, tensor, the op behind which it is observed or None for the program's beginning) of all tensors with
-    statistics. Two activations that would have one name get numbers, "x" and "x.2"; one that is made of the other takes its
-    name."""
+    """The tensors to observe: (name, one of KINDS, tensor, the op after which it is observed or None for the program's start).
+    Equal names of activations get numbers, "x.2"; the result of a bias or rescale takes over its input's name."""
     remaining = set(p.ops)  # without ops that were eliminated since `gradients` was made
-    made: dict[str, tuple[Tensor, Op]] = {}  # name -> activation, and the op that writes it
+    activations: dict[str, tuple[Tensor, Op]] = {}  # name -> activation, and the op that writes it
     products: dict[Tensor | None, str] = {}  # a matmul's result -> its name, which a rescaling of it takes over
     for op in p.ops:
         for slot, t in op.outputs.items():
             if t in gradients and t.base is t and not op.recomputed and dtypes.FORMATS[t.dtype].kind == "float":
                 factor_of = products.get(op.inputs.get("x")) if isinstance(op, Rescale) else None
-                name = own = factor_of or _name(op, slot, t)
+                name = base_name = factor_of or _name(op, slot, t)
                 number = 1
                 # What a bias or a factor makes of a matmul takes its place.
-                while name in made and made[name][0] not in op.inputs.values():
+                while name in activations and activations[name][0] not in op.inputs.values():
                     number += 1
-                    name = f"{own}.{number}"
-                made[name] = t, op
+                    name = f"{base_name}.{number}"
+                activations[name] = t, op
                 if op.product and "weight" in op.inputs:
                     products[t] = name
-    for name, (t, op) in made.items():
+    for name, (t, op) in activations.items():
         yield name, "activation", t, op
     # What passes through an addition unchanged is one gradient of several tensors: the last of them gives it its name.
-    names = {gradients[t]: name for name, (t, _) in made.items()}
+    names = {gradients[t]: name for name, (t, _) in activations.items()}
     for (grad, writer), name in names.items():
         if writer in remaining and grad.base is grad:
             yield name, "gradient", grad, writer

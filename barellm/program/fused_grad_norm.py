@@ -18,9 +18,9 @@ SquareSums = dict[Tensor, Tensor]  # gradient -> the sums of its squares, which 
 
 
 def fuse_grad_norm(programs: Mapping[str, Program], takes: Callable[[Op], bool]) -> tuple[Mapping[str, Program], SquareSums]:
-    """The programs with the squares of gradients summed (`BlockSquares`) behind the op that stores a gradient, instead of by the
-    program that wants the norm (`SumSquares`), and the sums that are kept for it. That is done for matrices that have one writer in
-    each program that writes them, if `takes(writer)`, and none in a program that wants the norm: what others store is not final."""
+    """Replace `SumSquares` of gradients by `BlockSquares` behind the ops that store them, which backends fuse into the GEMM.
+    Returns the programs and the kept sums. Done for matrices with one writer per program, accepted by `takes`, and not written by a
+    program that computes the norm (their value would not be final)."""
     writers: dict[Tensor, list[tuple[str, Op]]] = {}  # gradient -> (program, op) of each op that writes it
     wanted: dict[Tensor, set[str]] = {}  # gradient -> the programs that sum its squares
     for name, p in programs.items():
@@ -49,8 +49,7 @@ def recompute_square_sums(store: Store, kept: SquareSums, compute: str) -> Progr
 
 
 def _with_fused_sums(p: Program, kept: SquareSums) -> Program:
-    """A copy of the program in which a `BlockSquares` follows each op that stores one of the `kept` gradients, and their sums are
-    read where the `SumSquares` that is left out gave its own."""
+    """A copy of the program in which `BlockSquares` follow the stores of `kept` gradients and replace their `SumSquares`."""
     made = copy(p)
     made.ops = []
     instead: dict[Tensor, Tensor] = {}  # partial sums of an op that is left out -> those that are kept

@@ -96,8 +96,8 @@ class FusedOp(Op):
 
 
 def fuse(ops: Sequence[Op], table: Iterable[Fusion], *, takes: Callable[[FusedOp], bool] = lambda fused: True) -> list[Op]:
-    """The list with every match of the table replaced by its FusedOp, where the backend `takes` that; earlier rows go first.
-    Observers see the same values as before, or are left out where a fusion leaves no such value in memory."""
+    """Replace every match of the table by its FusedOp, if the backend `takes` it; earlier rows have priority. Observers still see
+    the same values; those whose value is no longer in memory are dropped."""
     observed = list(_observed(ops))
     ops = [op for op in ops if not op.observer]
     index, names = None, {op.name for op in ops}  # of `ops` as they are now
@@ -178,8 +178,8 @@ class _Index:
         return self.read[op, op.inputs[slot]] if slot in op.inputs else None
 
     def movable(self, fusion: Fusion, match: list[Op]) -> bool:
-        """Whether the other ops see no difference if `match` runs in the order of the row, at the place of its last op: no op in
-        between writes what a matched op reads, or touches what it writes."""
+        """Whether executing `match` at the place of its last op changes nothing for other ops: none in between writes what a
+        matched op reads, or reads or writes what it writes."""
         inside = set(match)
         last = max(self.position[op] for op in match)
         for op in match:
@@ -195,8 +195,8 @@ class _Index:
         return self._ordered(fusion, match) and self._hidden(fusion, match)
 
     def _ordered(self, fusion: Fusion, match: list[Op]) -> bool:
-        """Whether no tensor is written twice, ops that touch a written one keep their order, and every operand is the value that
-        the row says."""
+        """Whether no tensor is written twice in the match, dependent ops keep their order, and operands have the versions that
+        links mean."""
         for i, op in enumerate(match):
             reads, writes = _bases(op.inputs), _bases(op.outputs)
             for earlier in match[:i]:
@@ -217,12 +217,12 @@ class _Index:
         return True
 
     def _hidden(self, fusion: Fusion, match: list[Op]) -> bool:
-        """Whether no other op sees a value that the fused op does not output."""
-        given = {_slot(link) for link in fusion.outputs.values()}
+        """Whether outputs that the fused op lacks are unobservable: stored, not persistent, read only within the match."""
+        exposed = {_slot(link) for link in fusion.outputs.values()}
         inside = set(match)
         for i, op in enumerate(match):
             for name, t in op.outputs.items():
-                if (i, name) in given:
+                if (i, name) in exposed:
                     continue
                 base = t.base
                 if base.role in PERSISTENT or base.role == "output" or op.modes[name] != "store":
@@ -233,7 +233,6 @@ class _Index:
 
 
 def _bases(tensors: dict[str, Tensor]) -> set[Tensor]:
-    """The tensors that own the bytes of the given ones."""
     return {t.base for t in tensors.values()}
 
 
@@ -244,7 +243,7 @@ def _slot(link: str) -> tuple[int, str]:
 
 
 def _matches(fusion: Fusion, chosen: list[Op], index: _Index) -> Iterator[list[Op]]:
-    """Every way to continue the ops `chosen` for the first places of the row's sequence, along its links, to a whole match."""
+    """Extend the partial match `chosen` along the row's links; yields every complete match (depth-first search)."""
     if len(chosen) == len(fusion.sequence):
         yield chosen
         return

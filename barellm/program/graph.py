@@ -58,6 +58,7 @@ class Graph:
     `compute` names a row of `dtypes.PRECISIONS` ("fp32", "bf16", "fp16"), or is a Precision of your own."""
 
     def __init__(self, store: Store, *, compute: str | Precision = "fp32") -> None:
+        """`compute`: the name of a precision in PRECISIONS ("fp32", "bf16", "fp16"), or a Precision. ValueError if unknown."""
         if isinstance(compute, str) and compute not in PRECISIONS:
             raise ValueError(f"compute dtype is {compute!r}, expected {', '.join(map(repr, PRECISIONS))}")
         self.store = store
@@ -93,10 +94,10 @@ class Graph:
         self, name: str, shape: tuple[int, ...], *, std: float | None = None, bound: float | None = None,
         transposed: str = "", value: float = 0.0, valid_rows: int = 0, dtype: str | None = None, bf16: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Initialised with normals of deviation `std`, with uniform numbers from -`bound` to `bound`, with what the parameter
-        `transposed` begins with, or with `value`. Matrices are stored as the program's precision says and all else in fp32, unless
-        `dtype` names a format (`program.dtypes`). With `bf16` what it begins with and each update by AdamW or Adam are rounded to
-        bf16, whatever the format has room for."""
+        """Declare a parameter, or find it if another program has. Initialized with normals of deviation `std`, uniformly within
+        +-`bound`, as the transpose of the parameter `transposed`, or with `value`. Matrices are stored in the precision's weight
+        format, the rest in fp32, unless `dtype` names a format (`program.dtypes`). `bf16`: initial values and updates by AdamW or
+        Adam are rounded to bf16, whatever the storage. Rows from `valid_rows` on are padding."""
         frozen = not self.store.trains(name)
         if dtype is None and frozen and len(shape) == 2:
             dtype = self.store.frozen_dtype
@@ -109,8 +110,8 @@ class Graph:
             init = ("uniform", bound)
         elif transposed:
             init = ("transposed", transposed)
-        more = {"valid_rows": valid_rows or int(shape[0]), "bf16": bf16, "frozen": frozen}
-        return self.store.get(name, shape, dtype, "parameter", init=init, **more)
+        options = {"valid_rows": valid_rows or int(shape[0]), "bf16": bf16, "frozen": frozen}
+        return self.store.get(name, shape, dtype, "parameter", init=init, **options)
 
     def gradient_of(self, parameter: Tensor) -> Tensor:
         """Its gradient, fp32, which lives in the store under `NAME.grad`; of a span of a parameter the same elements of it."""
@@ -133,7 +134,7 @@ class Graph:
         return have
 
     def split(self, x: Tensor, widths: tuple[int, ...] | int) -> list[View]:
-        """Columns of x (..., C) as views, side by side: of these widths, or `widths` equal ones. Nothing is copied."""
+        """Split the columns of x (..., C) into views of the given widths, or `widths` equal ones. Nothing is copied."""
         C = int(x.shape[-1])
         if isinstance(widths, int):
             if C % widths:
@@ -156,8 +157,8 @@ class Graph:
             self._segment = before
 
     def apply(self, op_type: type[Op], *, into: Mapping[str, tuple[Tensor, str]] | None = None, **operands: Any) -> Op:
-        """Append one op and return it. `operands`: its input tensors (None: absent) and, all that are no tensors, its attributes.
-        `into` names outputs that go to existing tensors, with their mode: "store", "add", "start"; the others get new ones."""
+        """Append one op and return it. `operands`: its input tensors (None: absent), and everything else as attributes. `into`:
+        outputs that go to existing tensors, with mode "store", "add" or "start"; the others get new tensors."""
         into = into or {}
         inputs = {k: v for k, v in operands.items() if v is None or isinstance(v, Tensor)}
         op = op_type(inputs, {k: v for k, v in operands.items() if k not in inputs})

@@ -56,19 +56,19 @@ def members(op: Op) -> list[Op]:
 
 
 def group(ops: Sequence[Op], table: Mapping[str, Alike]) -> list[Op]:
-    """The list of ops with ops joined to a `GroupedOp` that have one name and, by `table` (name -> key function), one key. They are
-    from one run: consecutive ops that are in the table and do not depend on each other, so that their order is free."""
-    made: list[Op] = []
+    """Join ops of one name and one key (`table`: name -> key function) to a `GroupedOp`. Only within a run of consecutive, mutually
+    independent ops of the table, whose order is free."""
+    result: list[Op] = []
     run: list[Op] = []
     touched: set[Tensor] = set()  # read or written by the run's ops
     written: set[Tensor] = set()
 
     def flush() -> None:
-        """Append the groups of the run, and begin a new one."""
+        """Append the run's groups and start a new run."""
         groups: dict[Hashable, list[Op]] = {}
         for op in run:
             groups.setdefault((op.name, table[op.name](op)), []).append(op)
-        made.extend(GroupedOp(alike) if len(alike) > 1 else alike[0] for alike in groups.values())
+        result.extend(GroupedOp(alike) if len(alike) > 1 else alike[0] for alike in groups.values())
         run.clear()
         touched.clear()
         written.clear()
@@ -82,6 +82,6 @@ def group(ops: Sequence[Op], table: Mapping[str, Alike]) -> list[Op]:
             touched.update(reads | writes)
             written.update(writes)
         else:
-            made.append(op)
+            result.append(op)
     flush()
-    return made
+    return result

@@ -68,9 +68,8 @@ class Layout:
         return self.pairs_within(-self.length, self.length)
 
     def pairs_within(self, least: int, most: int) -> int:
-        """The number of pairs of a query and a key that it sees, of all heads, whose distance (query less key) is from `least` to
-        `most`. Entries with equal block distance and kind have equally many; those of the last row are apart, because it may
-        reach beyond the end."""
+        """Number of visible (query, key) pairs of all heads with least <= query - key <= most. Entries of equal block distance and
+        kind have equally many, and are counted once; those of the last block row apart, as it may be incomplete."""
         b, rows, total = self.block, self.row_of_entries(), 0
         masks = np.concatenate([np.ones((1, b, b), bool), self.masks])  # by kind
         inner = np.subtract.outer(np.arange(b), np.arange(b))  # distances within a block
@@ -156,8 +155,8 @@ def offsets_of(counts: np.ndarray) -> np.ndarray:
 
 
 def layout_of(heads: Sequence[Sees], *, length: int, block: int, causal: bool) -> Layout:
-    """The layout of heads, each of which is given as a function that says what its queries see (equal ones are evaluated once).
-    Blocks in which no query sees a key are not listed. Work in T^2, memory in T."""
+    """The layout of heads, each given by a predicate `sees(queries, keys)` (equal ones are evaluated once). Blocks without a
+    visible pair are not listed. Work O(T^2), memory O(T)."""
     if not (SMALLEST <= block <= LARGEST and block % SMALLEST == 0):
         raise ValueError(f"the block of a layout is {block}, expected a multiple of {SMALLEST} up to {LARGEST}")
     rows = -(-length // block)
@@ -168,9 +167,9 @@ def layout_of(heads: Sequence[Sees], *, length: int, block: int, causal: bool) -
     for sees in heads:
         if sees not in known:
             known[sees] = _lists(sees, length, block, causal, position, masks, distinct)
-    each = [known[sees] for sees in heads]
-    keys, kinds = (np.concatenate([lists[i] for lists in each]).astype(np.int32) for i in (1, 2))
-    counts = np.stack([lists[0] for lists in each])
+    lists_of = [known[sees] for sees in heads]
+    keys, kinds = (np.concatenate([lists[i] for lists in lists_of]).astype(np.int32) for i in (1, 2))
+    counts = np.stack([lists[0] for lists in lists_of])
     stacked = np.stack(distinct) if distinct else np.zeros((0, block, block), bool)
     return Layout(length, block, offsets_of(counts), keys, kinds, stacked)
 
@@ -178,8 +177,8 @@ def layout_of(heads: Sequence[Sees], *, length: int, block: int, causal: bool) -
 def _lists(
     sees: Sees, length: int, block: int, causal: bool, position: np.ndarray, masks: dict[bytes, int], distinct: list
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The lists of one head: the number of entries of each row, (rows,), the keys of all entries, and their kinds. `position` has
-    the positions 0, 1 .. of whole blocks. New masks are added to `distinct`, and to `masks`: packed bits -> kind."""
+    """One head's lists: (number of entries per block row, block columns of all entries, their kinds). `position`: 0, 1, ... of
+    whole blocks. New masks are appended to `distinct` and registered in `masks` (packed bits -> kind)."""
     counts, keys, kinds = [], [], []
     for first in range(0, len(position), block):
         query = position[first : first + block, None]
@@ -239,8 +238,8 @@ def either(parts: Sequence[Sees]) -> Sees:
 
 
 def watts_strogatz(nodes: int, degree: int, rewired: float, seed: int) -> np.ndarray:
-    """(nodes, nodes) bool, symmetric, with the diagonal: a ring in which each node is linked to its `degree` nearest, and each link
-    has moved, with probability `rewired`, to a node that it did not lead to (Watts and Strogatz 1998). Their number stays."""
+    """A small-world graph (nodes, nodes) bool, symmetric, with the diagonal: a ring, each node linked to its `degree` nearest; with
+    probability `rewired` a link is moved to a random free node (Watts and Strogatz 1998)."""
     random = np.random.default_rng(seed)
     linked = np.eye(nodes, dtype=bool)
     ring = [(i, (i + step) % nodes) for step in range(1, min(degree // 2, (nodes - 1) // 2) + 1) for i in range(nodes)]
@@ -256,8 +255,8 @@ def watts_strogatz(nodes: int, degree: int, rewired: float, seed: int) -> np.nda
 
 
 def barabasi_albert(nodes: int, links: int, seed: int) -> np.ndarray:
-    """(nodes, nodes) bool, symmetric, with the diagonal: each node from number `links` on is linked to so many earlier ones, drawn
-    in proportion to the links that they have (Barabasi and Albert 1999)."""
+    """A scale-free graph (nodes, nodes) bool, symmetric, with the diagonal: each new node links to `links` earlier ones, drawn in
+    proportion to their degrees (Barabasi and Albert 1999)."""
     random = np.random.default_rng(seed)
     linked = np.eye(nodes, dtype=bool)
     ends: list[int] = list(range(min(links, nodes)))  # each node as often as it has links; at first once

@@ -23,5 +23,4 @@ def loss_scale_of(p: Graph) -> Tensor | None:
 
 
 def scale_of(loss_scale: np.ndarray) -> float:
-    """The number that the loss is multiplied by."""
     return 2.0 ** (FIRST_SCALE + int(loss_scale[0]))

@@ -30,12 +30,10 @@ class Format:
 
     @property
     def least(self) -> int:
-        """The fp32 bits of the smallest positive value."""
         return (1 << self.shift) + REBIAS
 
     @property
     def most(self) -> int:
-        """The fp32 bits of the largest value."""
         return (((1 << (6 + self.mantissa)) - 1) << self.shift) + REBIAS
 
     @property
@@ -48,23 +46,21 @@ FORMATS = {"e6m9": Format(signed=True, mantissa=9), "ue6m10": Format(signed=Fals
 
 
 def encode(x, dtype: str, dither=None) -> np.ndarray:
-    """The uint16 codes of fp32 values. A value beyond the largest one, also infinity and NaN, becomes the largest. The sign is
-    ignored where the format has none.
-
-    Without `dither`, values are rounded to the nearest, ties away from zero; those below the smallest become zero. `dither` has
-    uniform integers below 2^shift. With it a value becomes one of its two neighbours, of which one may be zero, with the
-    probability that leaves the mean unchanged."""
+    """The uint16 codes of fp32 values. Values beyond the largest, infinity and NaN become the largest; the sign is dropped in
+    unsigned formats.
+    Without `dither`: round to nearest, ties away from zero, underflow to zero. With it (uniform integers below 2^shift): stochastic
+    rounding to one of the two neighbours, one of which may be zero, so that the mean is unchanged."""
     f = FORMATS[dtype]
     x = np.asarray(x, dtype=np.float32)
     bits = x.view(np.int32)
     magnitude = np.minimum(bits & 0x7FFFFFFF, f.most)  # the bits of fp32 magnitudes are ordered as the values are
     tiny = magnitude < f.least
-    below = 0
+    chance = 0
     if dither is None:
         dither = 1 << (f.shift - 1)  # half a unit: to nearest
     else:  # of tiny values the place between 0 and the least, in units of 2^-shift: the chance to become the least
-        below = (np.where(tiny, np.abs(x), np.float32(0)) * np.float32(f.per_least)).astype(np.int32)
-    codes = (np.where(tiny, below, magnitude - REBIAS) + np.asarray(dither, dtype=np.int32)) >> f.shift
+        chance = (np.where(tiny, np.abs(x), np.float32(0)) * np.float32(f.per_least)).astype(np.int32)
+    codes = (np.where(tiny, chance, magnitude - REBIAS) + np.asarray(dither, dtype=np.int32)) >> f.shift
     if f.signed:
         codes |= np.where(codes != 0, (bits >> 16) & 0x8000, 0)
     return codes.astype(np.uint16)

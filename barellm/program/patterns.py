@@ -31,8 +31,7 @@ def parse(text: str) -> list[list[Word]]:
 
 
 def _word(word: str) -> Word:
-    """(name, numbers) of "name:number:...". ValueError for an unknown name, and for numbers that are not those in NUMBERS,
-    negative, or 0 as the first."""
+    """Parse "name:number:..." to (name, numbers). ValueError for an unknown name or numbers that do not fit NUMBERS."""
     name, *rest = word.split(":")
     if name not in NUMBERS:
         raise ValueError(f"unknown pattern {name!r}, expected one of {', '.join(NUMBERS)}")

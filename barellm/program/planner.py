@@ -59,8 +59,7 @@ class Plan:
         return [t for t in self.offsets if t.role in PERSISTENT]
 
     def by_role(self) -> dict[str, int]:
-        """The bytes of each role: all persistent ones, and those of the workspace that are alive at the peak of the largest
-        program."""
+        """Bytes by tensor role: all persistent ones, and those alive at the peak of the largest program."""
         roles: dict[str, int] = {}
         tensors = self.persistent
         if self.peaks:
@@ -72,7 +71,6 @@ class Plan:
         return roles
 
     def placements(self) -> list[Placement]:
-        """The memory map, by address."""
         rows = [Placement(self.offsets[t], t.nbytes, t.name, t.role) for t in self.persistent]
         for program, lives in self.lifetimes.items():
             rows += [Placement(self.offsets[t], t.nbytes, t.name, t.role, program, *span) for t, span in lives.items()]
@@ -80,8 +78,7 @@ class Plan:
 
 
 def lifetimes(ops: Sequence[Op], scratch: Callable[[Op], list[Tensor]] | None = None) -> Lifetimes:
-    """The first and last op at which each tensor of the workspace is alive. Inputs are alive throughout, so that a run can be
-    repeated. Outputs are alive from their first writer to the end."""
+    """(first, last) op at which each workspace tensor lives. Inputs live throughout, outputs from their first writer to the end."""
     lives: Lifetimes = {}
     end = len(ops) - 1
     for i, op in enumerate(ops):
@@ -104,8 +101,8 @@ def plan(
 
 
 def place(lives: dict[str, Lifetimes], store: Store, guard: int = 0) -> Plan:
-    """The plan for given lifetimes: persistent tensors one after the other, by role; behind them the workspaces of all programs at
-    one address, for one program runs at a time. `guard` bytes stay free after every tensor."""
+    """Plan addresses for given lifetimes: persistent tensors by role, then one workspace at a common address for all programs, as
+    only one runs at a time. `guard` bytes stay free after every tensor (overrun detection)."""
     offsets: dict[Tensor, int] = {}
     base = 0
     for role in PERSISTENT:
@@ -126,8 +123,8 @@ def place(lives: dict[str, Lifetimes], store: Store, guard: int = 0) -> Plan:
 
 
 def overlaps(plan: Plan, lives: dict[str, Lifetimes] | None = None) -> Iterator[str]:
-    """Every pair of tensors that share bytes while both are alive, by `lives` (the plan's own, or the true lifetimes),
-    and every tensor outside its segment. Nothing for a sound plan."""
+    """Verify a plan: yields a line for every pair of tensors that share bytes while both are alive by `lives` (default: the
+    plan's), and for every tensor outside its segment. Nothing if the plan is sound."""
     for t in plan.persistent:
         if plan.offsets[t] % ALIGN or plan.offsets[t] + t.nbytes > plan.persistent_bytes:
             yield f"{t.name} lies outside the persistent segment"
@@ -175,8 +172,7 @@ def _peak(spans: Lifetimes, sizes: list[int]) -> tuple[int, int]:
 
 
 def _pack(spans: Lifetimes, guard: int = 0) -> tuple[dict[Tensor, int], int]:
-    """The offset of each tensor, counted from 0, and the total size. First fit is tried in several orders; the first result that is
-    good enough is taken, else the best."""
+    """(offset of each tensor, total size) by first fit, in several orders until one is within GOOD_ENOUGH of the bound."""
     tensors = list(spans)
     size = np.array([_aligned(t.nbytes) + guard for t in tensors], dtype=np.int64)
     first, last = np.array([spans[t] for t in tensors], dtype=np.int64).reshape(-1, 2).T
@@ -200,8 +196,7 @@ def _pack(spans: Lifetimes, guard: int = 0) -> tuple[dict[Tensor, int], int]:
 
 
 def _first_fit(order: np.ndarray, size: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """The offset of each tensor: in the given order each goes to the lowest one where it overlaps no placed tensor that is alive at
-    one of its ops, `first` to `last`."""
+    """First-fit packing: in order, each tensor goes to the lowest gap between placed tensors whose lifetimes overlap its own."""
     offset = np.zeros(len(size), dtype=np.int64)
     placed = np.empty((4, len(size)), dtype=np.int64)  # columns sorted by offset: offset, end, first, last
     for n, i in enumerate(order):

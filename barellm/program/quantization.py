@@ -78,7 +78,7 @@ EARLIER = {"nf4-v1": Scheme("nf4-v1", "u4", 64, NORMAL_QUANTILES_V1)}  # to read
 
 @cache
 def scheme(name: str) -> Scheme:
-    """The scheme of that name: int8, int4, nf4, or one of these and another group, as in "int4/128"."""
+    """The scheme of a name: int8, int4, nf4, or one with another group size, as "int4/128". UserError for others."""
     kind, _, group = name.partition("/")
     base = SCHEMES.get(kind) or EARLIER.get(kind)
     if base is None:
@@ -91,9 +91,9 @@ def scheme(name: str) -> Scheme:
 
 
 def quantize(w_NK: np.ndarray, how: Scheme, *, name: str = "w", first: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(codes (N, K), scales (N, groups)) of a matrix. The element of a group that is largest in magnitude gets the code of the
-    largest magnitude, and every other element the code whose value is nearest. Scales are fp16 where all are normal numbers there
-    or zero, else fp32. UserError for a row that is not finite: row `first` + n of `name`."""
+    """Quantize a matrix: (codes (N, K), scales (N, groups)). A group's element of largest magnitude gets the code of largest
+    magnitude, all others the nearest code. Scales are fp16 where all of them are normal numbers or zero, else fp32. UserError for a
+    row with non-finite elements, named as row `first` + n of `name`."""
     import numpy as np
 
     w = np.asarray(w_NK, np.float32)
@@ -116,8 +116,8 @@ def quantize(w_NK: np.ndarray, how: Scheme, *, name: str = "w", first: int = 0) 
 
 
 def scales_of(largest: np.ndarray, least: np.ndarray, how: Scheme) -> np.ndarray:
-    """The scales (fp32, not rounded yet) of groups with these largest and least elements. Of integers of 4 bits only -8 has the
-    largest magnitude: there a scale is negative if the largest element in magnitude is positive, so that it has this code."""
+    """fp32 scales of groups with these largest and least elements. In int4 only -8 has the largest magnitude: if a group's largest
+    magnitude is positive, its scale is negative, so that the element gets this code."""
     import numpy as np
 
     if how.table and -how.largest in how.table and how.largest not in how.table:
@@ -128,9 +128,9 @@ def scales_of(largest: np.ndarray, least: np.ndarray, how: Scheme) -> np.ndarray
 
 
 def halves(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales (N, groups) as numbers of fp16, and the exponents (N, 1) of the powers of two by which they are multiplied: 0 where
-    all of a row are normal numbers of fp16, or zero, or not finite. Else the largest scale of the row gets the exponent TOP, and
-    scales smaller by more than 2^27 lose places."""
+    """Scales (N, groups) as fp16, and exponents (N, 1) of the powers of two that multiply each row: 0 if all are normal fp16
+    numbers, zero or non-finite. Otherwise the row's largest scale gets exponent TOP, and scales 2^27 times smaller lose
+    precision."""
     import numpy as np
 
     sizes, none = np.abs(scales), np.zeros((len(scales), 1), np.int32)
@@ -154,8 +154,7 @@ def joined(scales: np.ndarray, exponents: np.ndarray) -> np.ndarray:
 
 
 def nearest_codes(w: np.ndarray, scales: np.ndarray, how: Scheme) -> np.ndarray:
-    """The code whose value times the scale is nearest to each element; of two integers as near the even one, and of two other
-    values the lower. `scales` are broadcast."""
+    """The code whose value times the scale is nearest; ties go to the even integer, in tables to the lower value."""
     import numpy as np
 
     scales = scales.astype(np.float32)
@@ -194,7 +193,7 @@ def _order(codes: str) -> np.ndarray:
 
 
 def pack(codes: np.ndarray, scales: np.ndarray, how: Scheme) -> tuple[np.ndarray, np.ndarray]:
-    """Codes (N, K) and scales (N, groups) as they lie in memory, by their tiles."""
+    """Codes (N, K) and scales (N, groups) in the tiled memory layout of the module's docstring."""
     import numpy as np
 
     N, K = codes.shape
@@ -203,16 +202,16 @@ def pack(codes: np.ndarray, scales: np.ndarray, how: Scheme) -> tuple[np.ndarray
     padded = np.full((tiles * TILE, blocks * BLOCK), zero, codes.dtype)
     padded[:N, :K] = codes
     blocked = padded.reshape(tiles, TILE, blocks, BLOCK).transpose(0, 2, 1, 3).reshape(tiles, blocks, -1)
-    places = np.empty_like(_order(how.codes).reshape(-1))
-    places[_order(how.codes).reshape(-1)] = np.arange(TILE * BLOCK)
+    inverse = np.empty_like(_order(how.codes).reshape(-1))
+    inverse[_order(how.codes).reshape(-1)] = np.arange(TILE * BLOCK)
     all_scales = np.zeros((tiles * TILE, groups), np.float16)
     all_scales[:N, :-1], exponents = (scales, 0) if scales.dtype == np.float16 else halves(scales)
     all_scales[:N, -1:] = exponents
-    return blocked[..., places], np.ascontiguousarray(all_scales.reshape(tiles, TILE, groups).transpose(0, 2, 1))
+    return blocked[..., inverse], np.ascontiguousarray(all_scales.reshape(tiles, TILE, groups).transpose(0, 2, 1))
 
 
 def unpack(codes: np.ndarray, scales: np.ndarray, how: Scheme, N: int, K: int) -> tuple[np.ndarray, np.ndarray]:
-    """What `pack` was given, scales as fp32, or fp64 if they are."""
+    """The inverse of `pack`; scales become fp32, or fp64 if they are."""
     import numpy as np
 
     tiles, blocks, _ = codes.shape

@@ -24,21 +24,19 @@ def _weight(points: tuple[Fraction, ...], i: int) -> Fraction:
 
 
 def output_matrix(m: int, r: int) -> Matrix:
-    """A^T, (m, m + r - 1)."""
     points = POINTS[m + r - 1]
     return [[float(p**j) for p in points] + [float(j == m - 1)] for j in range(m)]
 
 
 def filter_matrix(m: int, r: int) -> Matrix:
-    """G, (m + r - 1, r)."""
     points = POINTS[m + r - 1]
     rows = [[float(p**j / _weight(points, i)) for j in range(r)] for i, p in enumerate(points)]
     return [*rows, [float(j == r - 1) for j in range(r)]]
 
 
 def input_matrix(n: int) -> Matrix:
-    """B^T, (n, n): the same for each m and r with m + r - 1 = n. Row i holds the coefficients of the product of all x - p but
-    that of the i-th point, the last row those of all."""
+    """B^T, (n, n), the same for all m and r with m + r - 1 = n. Row i has the coefficients of the product of all (x - p) but that
+    of point i; the last row, for the point at infinity, those of all."""
     points = POINTS[n]
 
     def product(factors: list[Fraction]) -> list[float]:

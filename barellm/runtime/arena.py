@@ -60,8 +60,8 @@ class ArenaSession(ABC):
         return {name: t for name, t in named.items() if t.role == "input" and t in self.plan.offsets}
 
     def _input_rooms(self, room: Callable[[Tensor], np.ndarray]) -> dict[str, dict[str, tuple[np.ndarray, int, list[int]]]]:
-        """The places into which a run puts its inputs, and the sizes that are multiplied to get the number of their elements. They
-        are made once, so that a warm step makes few Python calls. `room(t)` is flat, of the planned size."""
+        """For each program and input: (flat destination array from `room(t)`, elements per unit of the dynamic sizes, indices of
+        these sizes' scalars). Precomputed, so that a warm step makes few Python calls."""
         return {
             program: {
                 name: (room(t), t.width, [scalars.SCALARS[d.name].index for d in t.dims])
@@ -71,10 +71,9 @@ class ArenaSession(ABC):
         }
 
     def run(self, program: str, **values: Any) -> None:
-        """One pass over a program with these run-time scalars. Of the others pos, accumulate, seed and sample are 0, sizes
-        keep their values, and what else the program reads must be named. Inputs are those written last. ValueError for a name that
-        nobody has or that is missing, for sizes beyond the plan's or not those of the inputs, and for an input that was never
-        written."""
+        """Run a program once with these run-time scalars. Of the others, pos, accumulate, seed and sample are 0, sizes keep their
+        values, and every other one that the program reads must be given. Inputs are those written last. ValueError for unknown or
+        missing names, for sizes beyond the plan or other than the inputs', and for an input never written."""
         block = self._block
         values = {**self.default_scalars, **values} if self.default_scalars else values
         scalars.check_names(program, self.programs, values)
@@ -84,17 +83,17 @@ class ArenaSession(ABC):
         for name, value in (self._defaults | values).items():
             row = scalars.SCALARS[name]
             (block.ints if row.kind == "i64" else block.floats)[row.index] = value
-        for name, most in self._limits[program].items():
-            if not 1 <= (size := block.ints[scalars.SCALARS[name].index]) <= most:
-                raise ValueError(f"{name} is {size}, planned for 1 to {most}")
+        for name, largest in self._limits[program].items():
+            if not 1 <= (size := block.ints[scalars.SCALARS[name].index]) <= largest:
+                raise ValueError(f"{name} is {size}, planned for 1 to {largest}")
         if self.guards:
             self.guards.prepare(program)
         for name, (view, size, dims) in self._inputs[program].items():
             array = self._staged.get(name)
             if array is None:
                 raise ValueError(f"{program} reads the input {name!r}, which was never written")
-            for at in dims:
-                size *= block.ints[at]
+            for index in dims:
+                size *= block.ints[index]
             if array.size != size:
                 raise ValueError(f"{name} has shape {array.shape}, a run of these sizes takes {size} elements")
             view[:size] = array.reshape(-1)
@@ -144,8 +143,8 @@ class ArenaSession(ABC):
         return self.plan.offsets[t] + f.start_of(plane, t.size) + skipped, dtypes.numpy_dtype(name)
 
     def write(self, name: str, array: np.ndarray) -> None:
-        """Set a tensor by name. An input is dense for its own batch and length, which may be below the planned ones; it is
-        kept here until a program that reads it runs."""
+        """Set a tensor by name. Inputs are dense for their actual batch and length, which may be below the planned; they are staged
+        until a program that reads them runs."""
         if name in self.tensors:
             self.write_rows(name, 0, array)
             return
@@ -213,7 +212,6 @@ def needed_scalars(program: Program) -> frozenset[str]:
 
 
 def limits_of(program: Program) -> dict[str, int]:
-    """The most that the plan has room for, by scalar."""
     tensors = {t for op in program.ops for t in (*op.inputs.values(), *op.outputs.values())}
     dims = [dim for t in tensors for dim in t.dims]
     return {name: min(int(d) for d in dims if d.name == name) for name in dict.fromkeys(d.name for d in dims)}
@@ -229,7 +227,7 @@ def sizes_of(programs: Mapping[str, Program]) -> str:
 
 
 def laps() -> Callable[[], float]:
-    """A function that returns the seconds since it was last called."""
+    """A stopwatch: a function that returns the seconds since its last call."""
     last = time.perf_counter()
 
     def lap() -> float:

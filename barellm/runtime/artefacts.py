@@ -42,23 +42,23 @@ def cache_folder(kind: str) -> Path:
 
 
 def untrusted(folder: Path) -> str | None:
-    """How another user could put code into a folder from which it is run. A group whose number is the user's is the user's
-    own, as most systems give each user one."""
+    """Why code in a folder must not be loaded: another user could have written it; None if it is safe. A group with the user's own
+    number counts as private, as most systems give each user one."""
     try:
-        found, user = folder.stat(), os.getuid()
+        info, user = folder.stat(), os.getuid()
     except OSError:  # not there yet
         return None
-    if found.st_uid not in (user, 0):
-        return f"belongs to user {found.st_uid}, expected {user} (this process) or 0"
-    if found.st_mode & stat.S_IWOTH:
-        return f"can be written by everybody (mode {stat.S_IMODE(found.st_mode):o})"
-    if found.st_mode & stat.S_IWGRP and found.st_gid not in (user, 0):
-        return f"can be written by group {found.st_gid} (mode {stat.S_IMODE(found.st_mode):o})"
+    if info.st_uid not in (user, 0):
+        return f"belongs to user {info.st_uid}, expected {user} (this process) or 0"
+    if info.st_mode & stat.S_IWOTH:
+        return f"can be written by everybody (mode {stat.S_IMODE(info.st_mode):o})"
+    if info.st_mode & stat.S_IWGRP and info.st_gid not in (user, 0):
+        return f"can be written by group {info.st_gid} (mode {stat.S_IMODE(info.st_mode):o})"
     return None
 
 
 def load(path: Path) -> bytes | None:
-    """The bytes that `keep` put there under this name."""
+    """The bytes that `keep` stored under this name; None if missing or damaged."""
     try:
         code = path.read_bytes()
         if code[-32:] != _digest(path, code[:-32]):  # a torn, edited or renamed file is compiled again
@@ -76,7 +76,7 @@ def _digest(path: Path, code: bytes) -> bytes:
 
 
 def keep(path: Path, code: bytes) -> None:
-    """Put an artefact into the cache."""
+    """Store an artefact in the cache, with a digest; failures are ignored."""
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)  # not the group's, whatever the umask
@@ -88,8 +88,8 @@ def keep(path: Path, code: bytes) -> None:
 
 
 def prune(folder: Path, limit: int) -> None:
-    """Once in a while, delete the artefacts that were used longest ago, until the rest takes three quarters of `limit` bytes. A
-    process that wants one of them compiles it again. A process that has one open can still read it."""
+    """At most once per PRUNE_EVERY_S, if the folder exceeds `limit` bytes, delete the least recently used artefacts down to three
+    quarters of it. They are recompiled on demand; a process that has one open can still read it."""
     now = time.time()
     stamp = folder / ".pruned"
     try:
@@ -101,10 +101,10 @@ def prune(folder: Path, limit: int) -> None:
             with contextlib.suppress(FileNotFoundError):
                 found.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
         total = sum(size for _, size, _ in found)
-        left = total if total <= limit else limit * 3 // 4
+        target = total if total <= limit else limit * 3 // 4
         for used, size, path in sorted(found):
             torn = path.endswith(".tmp") and used < now - PRUNE_EVERY_S  # its process was killed
-            if total > left or torn:
+            if total > target or torn:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
                 total -= size

@@ -13,7 +13,7 @@ NAMES = ("cpu", "cuda")
 
 
 def backend(name: str) -> ModuleType:
-    """The module `barellm.<name>.backend`, with open_session(programs), planned(programs), default_dtype(), describe() and
+    """The module `barellm.<name>.backend`: open_session(programs), planned(programs), default_dtype(), describe(),
     measured_peak(dtype)."""
     if name not in NAMES:
         raise UserError(f"unknown backend {name!r}, expected one of {', '.join(NAMES)}")
@@ -21,8 +21,8 @@ def backend(name: str) -> ModuleType:
 
 
 def automatic(prove: Callable[[], object]) -> str:
-    """The device that "auto" is: the GPU, where a driver sees one and `prove` raises no UserError, else the CPU, and where the
-    self-check is switched off. Without a driver nothing is imported or said; of a GPU that cannot be used one line says why."""
+    """The device for "auto": the GPU if there is a driver and `prove` (the self-check) raises no UserError, else the CPU; also the
+    CPU if the self-check is disabled. Without a driver nothing is imported or printed; an unusable GPU is explained in one line."""
     if os.environ.get("BARELLM_SELF_CHECK") == "0":
         return "cpu"
     try:

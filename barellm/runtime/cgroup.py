@@ -7,8 +7,8 @@ OWN = Path("/proc/self/cgroup")
 
 
 def files(name: str, controller: str = "") -> list[tuple[Path, str]]:
-    """The files of that name that can be read, of the process's group and of each group around it, and their text. A limit
-    of an outer group holds for the inner ones. `controller`: one of version 1, which has a tree of its own."""
+    """(path, text) of the readable files `name` of this process's control group and all its ancestors: an outer group's limit binds
+    the inner ones. `controller`: of version 1, where each has its own tree; "" is version 2."""
     try:
         lines = OWN.read_text().splitlines()
     except OSError:
@@ -40,6 +40,5 @@ def cpu_limit() -> float | None:
 
 
 def memory_limits() -> list[tuple[int, Path]]:
-    """Every limit in bytes, with the file that sets it."""
     texts = [*files("memory.max"), *files("memory.limit_in_bytes", "memory")]
     return [(int(text), path) for path, text in texts if text.isdigit()]

@@ -31,8 +31,7 @@ Compile = Callable[[str], bytes]
 
 @dataclass(frozen=True)
 class Service:
-    """The compiler that helpers run: `module.compiler(argument)` returns the function from a job to its bytes. `argument` is sent
-    as JSON."""
+    """What helper processes compile with: `module.compiler(argument)` (sent as JSON) returns a function from a job to bytes."""
 
     module: str
     argument: Any
@@ -43,8 +42,7 @@ class Service:
 
 
 def compile_all(jobs: Mapping[str, Callable[[], str]], service: Service, *, processes: int, share: int) -> dict[str, bytes]:
-    """The bytes of each key's job, compiled by this process and up to `processes` - 1 others, each with at least `share` jobs, as
-    starting one costs something too."""
+    """Compile each key's job to bytes, with up to `processes` - 1 helpers, each worth starting for `share` jobs or more."""
     queue = Queue()
     helpers: list[Helper] = []
     try:

@@ -100,8 +100,7 @@ def products(activations: Iterable[str]) -> list[Fusion]:
 
 
 def rescaled(activations: Iterable[str]) -> list[Fusion]:
-    """Products times a number, and then an activation or its slope or nothing, for backends whose kernel "product" multiplies by
-    the attribute `forward`."""
+    """Fusions of a matmul times a constant, then an activation or its slope, for backends whose kernel "product" has `forward`."""
     ahead, inputs = [("matmul", {}), ("rescale", {"x": "0.y"})], {"x": "0.x", "weight": "0.weight"}
     back, gradient = [("matmul_dx", {}), ("rescale", {"x": "0.dx"})], {"dy": "0.dy", "weight": "0.weight"}
 

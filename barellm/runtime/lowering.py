@@ -1,5 +1,4 @@
-"""The part of lowering and planning that is the same on every backend: bytes of tensors, the scratch of an op, programs after
-fusion."""
+"""What all backends share of lowering and planning: bytes of tensors, scratch of ops, programs after fusion."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

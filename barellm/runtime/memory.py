@@ -55,7 +55,6 @@ def check_fits(plan: Plan, *, what: str, limit: tuple[int, str] | None = None) -
 
 
 def _parse(text: str) -> int:
-    """`"8000000"`, `"512M"`, `"2.5G"` in bytes."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
     if not found:
         raise UserError(f"BARELLM_MEMORY_LIMIT is {text!r}, expected bytes, or a number with K, M, G or T")

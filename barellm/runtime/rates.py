@@ -29,8 +29,7 @@ class Rate:
 
 
 def rate(machine: str, name: str, measure: Callable[[], float], *, renew: bool = False) -> Rate:
-    """The kept rate `name` of a machine, which is a text with everything that decides it. `renew`: measure it now, and forget what
-    was kept."""
+    """The stored rate `name` of a machine (a text with all that it depends on), measured if missing. `renew`: measure again."""
     key = f"{machine}, {name}"
     kept = _process.get(key) or _kept(key)
     if kept and not renew and (key in _process or not kept.noisy):

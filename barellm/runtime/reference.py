@@ -200,7 +200,6 @@ def open(programs: Mapping[str, Program], **options: Any) -> ReferenceSession:
 
 
 def _actual(t: Tensor, scalars: Mapping[str, Any]) -> tuple[int, ...]:
-    """The shape in this run."""
     for dim in t.dims:
         if not 1 <= scalars[dim.name] <= dim:
             raise ValueError(f"{dim.name} is {scalars[dim.name]}, planned for 1 to {int(dim)}")

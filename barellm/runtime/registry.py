@@ -63,8 +63,7 @@ class Registry(Generic[L]):
         return (*entry.floats, *entry.also.get(operand, ()))
 
     def lower(self, op: Op, into: L) -> None:
-        """Lower the op. An op for which the backend has no kernel, or none that takes its operands as they are, is refused in one
-        line."""
+        """Lower an op. UserError if the backend has no kernel for it, or none that takes its operands as they are."""
         refusal = self.refusal(op)
         if refusal:
             raise Refused(refusal)
@@ -97,7 +96,6 @@ class Registry(Generic[L]):
 
 
 def is_view(t: Tensor) -> bool:
-    """Whether a tensor is columns of another one."""
     return t.base is not t
 
 

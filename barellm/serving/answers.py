@@ -36,6 +36,7 @@ class Choice:
         self._held: deque[tuple[int, Token]] = deque()  # tokens whose text is held back
 
     def feed(self, event: Event) -> Part:
+        """What an engine event adds to the text. Raises Refused (503 or 500) if generation failed."""
         if isinstance(event, Failed):
             closed = event.message == CLOSED
             raise Refused(event.message, code="generation_failed", status=503 if closed else 500, wait=2 * closed)
@@ -88,19 +89,20 @@ class Answer:
         self._head |= {"created": int(time.time()), "model": served.name, "system_fingerprint": f"barellm-{__version__}"}
 
     async def whole(self, parts: AsyncIterator[tuple[Choice, Part]]) -> dict[str, Any]:
-        wholes = [Part() for _ in self.choices]
+        """The complete response, after all choices have ended."""
+        collected = [Part() for _ in self.choices]
         async for choice, part in parts:
-            wholes[choice.index].text += part.text
-            wholes[choice.index].tokens += part.tokens
+            collected[choice.index].text += part.text
+            collected[choice.index].tokens += part.tokens
         found = []
-        for choice, part in zip(self.choices, wholes, strict=True):
+        for choice, part in zip(self.choices, collected, strict=True):
             message = {"role": "assistant", "content": part.text, "refusal": None}
-            said = {"message": message} if self.call.chat else {"text": part.text}
-            found.append({"index": choice.index, **said, "logprobs": self._logprobs(part), "finish_reason": choice.reason})
+            content = {"message": message} if self.call.chat else {"text": part.text}
+            found.append({"index": choice.index, **content, "logprobs": self._logprobs(part), "finish_reason": choice.reason})
         return {**self._head, "choices": found, "usage": self._usage()}
 
     async def chunks(self, parts: AsyncIterator[tuple[Choice, Part]]) -> AsyncIterator[dict[str, Any]]:
-        """A text begins with the role, and ends with a chunk of its own that says why; then there is the usage, if it is wanted."""
+        """Streaming chunks: the role, then text, a last chunk per choice with its finish reason, and the usage if requested."""
         for choice in self.choices if self.call.chat else ():
             yield self._chunk(choice, {"role": "assistant", "content": ""})
         async for choice, part in parts:
@@ -122,11 +124,12 @@ class Answer:
         return {"prompt_tokens": prompts, "completion_tokens": drawn, "total_tokens": prompts + drawn}
 
     def _logprobs(self, part: Part) -> dict[str, Any] | None:
+        """The log-probabilities of a part in OpenAI's chat or completion format; None if not requested."""
         if self.call.top is None:
             return None
         if self.call.chat:
-            one = [{**self._one(t.id, t.logprob), "top_logprobs": [self._one(*top) for top in t.top]} for _, t in part.tokens]
-            return {"content": one, "refusal": None}
+            content = [{**self._one(t.id, t.logprob), "top_logprobs": [self._one(*top) for top in t.top]} for _, t in part.tokens]
+            return {"content": content, "refusal": None}
         tokens = [token for _, token in part.tokens]
         found = {"tokens": [self._name(token.id) for token in tokens], "token_logprobs": [token.logprob for token in tokens]}
         tops = [None if token.logprob is None else self._top(token) for token in tokens]

@@ -43,10 +43,10 @@ class State:
     closing: bool = False
 
     def named(self, name: Any = None) -> Served:
-        """The model of that name; without one the first. Refused while there is none."""
+        """The served model of that name (None: the first). Refused while models are loading or the server stops."""
         if self.closing or not self.models:
-            what = "the server is stopping" if self.closing else "the model is being loaded"
-            raise Refused(what, code="not_ready", status=503, wait=2)
+            reason = "the server is stopping" if self.closing else "the model is being loaded"
+            raise Refused(reason, code="not_ready", status=503, wait=2)
         name = next(iter(self.models)) if name is None else name
         if not isinstance(name, str) or name not in self.models:
             known = ", ".join(self.models)
@@ -57,16 +57,16 @@ class State:
 def application(
     state: State, *, key: str = "", hosts: Sequence[str] = ("*",), origins: Sequence[str] = (), routes: Sequence[BaseRoute] = ()
 ) -> Starlette:
-    """`key`: without it anybody may ask. `hosts`: names by which the server may be called. `origins`: of pages of others that may
-    ask. `routes`: further paths."""
+    """The ASGI application. `key`: required API key ("": none). `hosts`: accepted Host names. `origins`: of CORS. `routes`: further
+    ones."""
     answers = [Route(f"/v1{path}", partial(_complete, state, chat), methods=["POST"]) for chat, path in PATHS.items()]
     lists = [Route(path, partial(_models, state)) for path in ("/v1/models", "/v1/models/{name:path}")]
     middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False), Middleware(Guard, key=key)]
     if origins:
         middleware.insert(1, Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"]))
     handlers: Any = dict.fromkeys((Refused, HTTPException, ClientDisconnect, Exception), _error)
-    own = [Route(OPEN, partial(_health, state)), *lists, *answers, *routes]
-    return Starlette(routes=own, middleware=middleware, exception_handlers=handlers)
+    all_routes = [Route(OPEN, partial(_health, state)), *lists, *answers, *routes]
+    return Starlette(routes=all_routes, middleware=middleware, exception_handlers=handlers)
 
 
 class Guard:
@@ -108,13 +108,13 @@ async def _error(request: Request, error: Exception) -> Response:
 
 
 def _refusal(error: Exception) -> Refused:
-    """The error itself; for a mistake of ours a line in the log that says where it is, and nothing of what a client said."""
+    """The error as an HTTP refusal; unexpected errors are logged by place, without request content."""
     if isinstance(error, Refused):
         return error
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
-    where = f" in {at.tb_frame.f_code.co_qualname}, line {at.tb_lineno}" if at else ""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    where = f" in {frame.tb_frame.f_code.co_qualname}, line {frame.tb_lineno}" if frame else ""
     print(f"barellm: error: {type(error).__name__}{where}: please report it", file=sys.stderr, flush=True)
     return Refused("the server has made a mistake, which its log names", code="internal_error", status=500)
 
@@ -142,7 +142,7 @@ async def _complete(state: State, chat: bool, request: Request) -> ASGIApp:
 
 
 async def _body(request: Request) -> Any:
-    """The JSON of a body. Another type of content is refused: a page of others may send it without being allowed to."""
+    """The JSON body of a request. Other content types are refused: browsers send those cross-origin without asking (CSRF)."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refused(f"the content type is {shown(kind)}, expected application/json", status=415)
@@ -168,6 +168,7 @@ class Reply:
     reads nothing until `end`, the engine leaves them."""
 
     def __init__(self, served: Served, call: Call, end: float) -> None:
+        """Submit all requests of a call to the engine, or none: Refused (429 or 400) if one is not accepted."""
         self.answer, self.end, self.tickets = Answer(call, served), end, []
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Any]]()
         try:
@@ -183,7 +184,7 @@ class Reply:
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
     async def _parts(self) -> AsyncIterator[tuple[Choice, Part]]:
-        """What each text has more of, until all have ended."""
+        """Iterate over what each text gains, until all have ended."""
         choices = self.answer.choices
         while not all(choice.reason for choice in choices):
             try:
@@ -198,13 +199,14 @@ class Reply:
                 yield choices[i], part
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer; cancel its texts if the client disconnects, or reads nothing until `end`."""
         stream = self.answer.call.stream
-        work = asyncio.create_task(self._stream(send) if stream else self.answer.whole(self._parts()))
-        tasks = [work, asyncio.create_task(_gone(receive)), *([asyncio.create_task(_keep_alive(send))] if stream else [])]
+        answering = asyncio.create_task(self._stream(send) if stream else self.answer.whole(self._parts()))
+        tasks = [answering, asyncio.create_task(_gone(receive)), *([asyncio.create_task(_keep_alive(send))] if stream else [])]
         try:
-            left = max(0.0, self.end - self._loop.time()) + ALIVE_SECONDS
-            done, _ = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if work in done and (whole := work.result()) is not None:
+            timeout = max(0.0, self.end - self._loop.time()) + ALIVE_SECONDS
+            done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if answering in done and (whole := answering.result()) is not None:
                 await _json(whole)(scope, receive, send)
             elif not done and "abort" in scope.get("state", {}):
                 scope["state"]["abort"]()  # else the connection would stay for who never reads what was sent
@@ -213,6 +215,7 @@ class Reply:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _stream(self, send: Send) -> None:
+        """Send server-sent events; errors become the last event."""
         kinds = {b"content-type": b"text/event-stream; charset=utf-8", b"cache-control": b"no-store", b"x-accel-buffering": b"no"}
         await send({"type": "http.response.start", "status": 200, "headers": [*kinds.items()]})
         last = "[DONE]"

@@ -97,6 +97,7 @@ class Ticket:
         return self.fed < len(self.request.prompt)
 
     def tell(self, event: Event) -> None:
+        """Deliver an event, unless the text has ended; a failing callback ends it."""
         with self._telling:
             if self.ended:
                 return
@@ -117,6 +118,7 @@ class Engine:
     def __init__(
         self, model: Model, *, slots: int = 16, positions: int = 0, queue: int = 64, piece: int = MOST_TOGETHER, weights: str = ""
     ) -> None:
+        """Check the limits, plan and allocate the programs with KV caches, and start the thread. Parameters: see the class."""
         config = model.config.model
         self.positions = positions or min(config.max_seq, 4096)
         limits = {"slots": (slots, MOST_TOGETHER), "positions": (self.positions, config.max_seq), "piece": (piece, MOST_TOGETHER)}
@@ -145,8 +147,8 @@ class Engine:
     # --- from any thread ---
 
     def submit(self, request: Request, deliver: Callable[[Event], object]) -> Ticket:
-        """Begin a text as soon as there is a slot. `deliver` gets its events, in order, from the engine's thread, which waits for
-        it: it should only hand them on. Full where no more may wait; UserError for a request that cannot be."""
+        """Queue a text; it begins when a slot is free. `deliver` gets its events in order on the engine's thread and must not
+        block. Full if the queue is; UserError for an invalid request."""
         self._check(request)
         ticket = Ticket(self, request, deliver)
         with self._changed:
@@ -159,6 +161,7 @@ class Engine:
         return ticket
 
     def _check(self, r: Request) -> None:
+        """UserError for a request outside the model's vocabulary or the engine's limits."""
         ids, least, k = f"expected ids from 0 to {self._rows - 1}", 0 if r.echo else 1, r.top_logprobs
         both = (r.prompt, dict(r.sampling.logit_bias))
         bad, biases = ([i for i in one if not 0 <= i < self._rows][:3] for one in both)
@@ -193,6 +196,7 @@ class Engine:
     # --- the engine's thread ---
 
     def _loop(self) -> None:
+        """The engine's thread: prefill one piece, then one decode step for all running texts, until closed."""
         try:
             while self._take_turns():
                 for text in [text for text in self._texts if text.feeding]:
@@ -205,22 +209,23 @@ class Engine:
             self._open.close()
 
     def _take_turns(self) -> bool:
-        """Free the slots of texts that have ended, and give one to the text that has waited longest. False: the engine ends."""
+        """Free the slots of ended texts and admit the longest waiting one (one prompt prefills at a time). False: the engine
+        ends."""
         with self._changed:
             self._slots.free += [text.slot for text in self._texts if text.ended]
             self._texts = [text for text in self._texts if not text.ended]
             while not (self._texts or self._waiting) and self._closing is None:
                 self._changed.wait()
             feeding = any(text.feeding for text in self._texts)  # one prompt at a time
-            new = [] if feeding or not (self._waiting and self._slots.free) else [self._waiting.popleft()]
-            self._texts += new
-        for text in new:
+            admitted = [] if feeding or not (self._waiting and self._slots.free) else [self._waiting.popleft()]
+            self._texts += admitted
+        for text in admitted:
             text.slot, text.fed = self._slots.take(text.request.prompt, share=not text.request.echo)
             self._counts["shared_tokens"] += text.fed
         return bool(self._texts) and (self._closing is None or time.monotonic() < self._closing)
 
     def _guarded(self, texts: Sequence[Ticket], work: Callable[..., None], *args: Any) -> None:
-        """What goes wrong ends these texts, and nothing else."""
+        """Run `work`; an exception ends only these texts."""
         try:
             work(*args)
         except Exception as error:
@@ -231,7 +236,7 @@ class Engine:
                 logging.getLogger(__name__).exception("a step failed")
 
     def _feed(self, ticket: Ticket) -> None:
-        """Compute the next piece of a prompt, and behind the last draw the first token."""
+        """Prefill the next piece of a prompt; after the last one draw the first token."""
         request, prompt, begin = ticket.request, ticket.request.prompt, ticket.fed
         ticket.fed = end = min(begin + self.piece, len(prompt))
         program = "serve_echo" if request.echo else "serve_prompt" if end == len(prompt) else "serve_piece"
@@ -251,7 +256,8 @@ class Engine:
             ticket.tell(Ended("length"))
 
     def _step(self, texts: Sequence[Ticket]) -> None:
-        """One token of each text. A step of fewer rows than `_least` repeats the first, which writes the same again."""
+        """One decode step: a token for each text. The batch is padded to `_least` rows with the first, which rewrites the same
+        values."""
         rows = [*texts, *[texts[0]] * (self._least - len(texts))]
         last, positions = [text.ids[-1:] for text in rows], [[len(text.ids) - 1] for text in rows]
         logits = self._run("serve", last, positions, [text.slot for text in rows])
@@ -269,9 +275,10 @@ class Engine:
         return np.empty(0) if program == "serve_piece" else self._session.read("logits")[:, 0]
 
     def _draw(self, ticket: Ticket, logits: np.ndarray) -> None:
-        request, allowed = ticket.request, logits[: self.vocabulary].astype(np.float32)
-        allowed[self._unused] = UNLIKELY
-        token = samplers.draw(allowed, request.sampling, index=ticket.drawn, text=ticket.ids)
+        """Sample the next token of a text from its logits and deliver it."""
+        request, masked = ticket.request, logits[: self.vocabulary].astype(np.float32)
+        masked[self._unused] = UNLIKELY
+        token = samplers.draw(masked, request.sampling, index=ticket.drawn, text=ticket.ids)
         ticket.ids.append(token)
         ticket.drawn += 1
         self._counts["tokens"] += 1

@@ -32,8 +32,8 @@ FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def html(runs: Sequence[dict[str, Any]] = ()) -> tuple[str, str]:
-    """The page, and its Content-Security-Policy: its own script and style run, and nothing is fetched but from where it came. With
-    `runs` (`archived`) it is a file that shows these, and fetches nothing."""
+    """(the page, its Content-Security-Policy): only its own script and style run. With `runs` (from `archived`) it is a
+    self-contained file that fetches nothing."""
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     found = re.findall(r"<(script|style)>(.*?)</\1>", text, re.DOTALL)
     digests = {tag: base64.b64encode(hashlib.sha256(body.encode()).digest()).decode() for tag, body in found}
@@ -49,13 +49,13 @@ def html(runs: Sequence[dict[str, Any]] = ()) -> tuple[str, str]:
 
 
 def archived(name: str, rows: Sequence[dict[str, Any]], saved: Path) -> dict[str, Any]:
-    """A run for `html`: its rows, and its config.json as it is where there is one."""
+    """A run for `html`: its rows, thinned to MOST_STEPS training steps, and its config.json."""
     config = saved.read_bytes() if saved.is_file() else b""
-    left, found = sum(row["kind"] == "train" for row in rows), []
-    nth = max(1, -(-left // MOST_STEPS))
+    remaining, found = sum(row["kind"] == "train" for row in rows), []
+    nth = max(1, -(-remaining // MOST_STEPS))
     for row in rows:
-        left -= row["kind"] == "train"
-        if row["kind"] != "train" or left % nth == 0:  # the last one too
+        remaining -= row["kind"] == "train"
+        if row["kind"] != "train" or remaining % nth == 0:  # the last one too
             found.append({key: value if isinstance(value, str) else _number(value) for key, value in row.items()})
     return {"name": name, "facts": _facts(_object(config), found), "config": config.decode(errors="replace"), "rows": found}
 
@@ -118,9 +118,9 @@ def _last(folder: Path, name: str, *version: int) -> dict[str, Any]:
 
 
 def routes(folder: Path) -> list[Any]:
-    """For an app of Starlette: `/`, `/live/runs`, `/live/metrics?run=NAME&since=BYTE&file=ID`, `/live/config?run=NAME`; the runs in
-    `folder`, which need not be there yet. Rows come as they are; X-Next is the byte to ask for next, X-More is 1 where there are
-    more now, X-Start is 0 where the file is another than `file` (a run that was resumed). UserError where Starlette is missing."""
+    """Starlette routes of the page: `/`, `/live/runs`, `/live/metrics?run=NAME&since=BYTE&file=ID`, `/live/config?run=NAME`, for
+    the runs in `folder`. Metrics are raw bytes: X-Next is the byte to ask for next, X-More is 1 if there is more, X-Start is 0 if
+    the file is not `file` any more (resumed run). UserError without Starlette."""
     try:
         from starlette.exceptions import HTTPException
         from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -146,8 +146,13 @@ def routes(folder: Path) -> list[Any]:
             content = os.pread(file.fileno(), PIECE, start)
         end = content.rfind(b"\n") + 1
         following = start + (end or (PIECE if len(content) == PIECE else 0))  # a line longer than that is left out
-        about = {"X-Start": start, "X-Next": following, "X-More": int(start < following < status.st_size), "X-File": status.st_ino}
-        headers = plain | {name: str(value) for name, value in about.items()}
+        position_headers = {
+            "X-Start": start,
+            "X-Next": following,
+            "X-More": int(start < following < status.st_size),
+            "X-File": status.st_ino,
+        }
+        headers = plain | {name: str(value) for name, value in position_headers.items()}
         return Response(content[:end], headers=headers, media_type="application/x-ndjson")
 
     def config(request: Any) -> Response:
@@ -161,28 +166,28 @@ def routes(folder: Path) -> list[Any]:
 
 @contextmanager
 def serving(run: Path, port: int) -> Iterator[str]:
-    """While entered, a thread answers on this machine alone with the page of `run` and of the runs beside it. Gives its address.
-    `port` -1: PORT, or any that is free. UserError for a port that is taken."""
-    run, found, at = run.resolve(), routes(run.resolve().parent), None
+    """Context manager: serve the page of `run` and its sibling runs on localhost from a thread; gives its address. `port` -1: PORT,
+    or any free one. UserError for a taken port."""
+    run, found, listener = run.resolve(), routes(run.resolve().parent), None
     import uvicorn
     from starlette.applications import Starlette
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
     for number in (PORT, 0) if port == -1 else (port,):
         with suppress(OSError, OverflowError):
-            at = at or socket.create_server(("127.0.0.1", number))
-    if at is None:
+            listener = listener or socket.create_server(("127.0.0.1", number))
+    if listener is None:
         raise UserError(f"--live is {port}, which is no port that is free: leave the number out, and one is chosen")
     app = Starlette(routes=found)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])  # no page of another name may read it
-    how: dict[str, Any] = {"log_config": None, "log_level": 60, "limit_concurrency": 64, "timeout_graceful_shutdown": 1}
-    server = uvicorn.Server(uvicorn.Config(app, **how))
-    thread = threading.Thread(target=server.run, args=([at],), name="live", daemon=True)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
+    options: dict[str, Any] = {"log_config": None, "log_level": 60, "limit_concurrency": 64, "timeout_graceful_shutdown": 1}
+    server = uvicorn.Server(uvicorn.Config(app, **options))
+    thread = threading.Thread(target=server.run, args=([listener],), name="live", daemon=True)
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
     thread.start()
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
     try:
-        yield f"http://127.0.0.1:{at.getsockname()[1]}/#runs={quote(run.name, safe='')}"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/#runs={quote(run.name, safe='')}"
     finally:
         server.should_exit = True
         thread.join(3.0)

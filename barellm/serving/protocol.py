@@ -64,7 +64,7 @@ def checking(param: str) -> Iterator[None]:
 
 
 def checked(fields: Any, known: Mapping[str, tuple[Any, ...]], where: str = "") -> dict[str, Any]:
-    """The fields that are not null. Refused for the first of another kind, or beyond its bounds, or that is not supported."""
+    """The non-null fields, converted to their types. Refused for the first unknown, wrongly typed or out-of-range one."""
     if not isinstance(fields, dict):
         raise Refused(f"{where or 'the body'} is {shown(fields)}, expected a JSON object", where or None)
     found = {name: value for name, value in fields.items() if value is not None}
@@ -112,27 +112,27 @@ class Call:
 
 
 def parse(fields: Any, served: Served, *, chat: bool) -> Call:
-    """The request that a body is. Refused with the name of the first field that cannot be."""
+    """Validate a request's body and convert it to engine requests. Refused with the name of the first invalid field."""
     given, tokenizer = checked(fields, CHAT if chat else COMPLETION), served.model.tokenizer
     n, stream, echo = given.get("n", 1), given.get("stream", False), given.get("echo", False)
-    count, how, stops = _count(given, echo), _sampling(given, served), _stops(given.get("stop", []))
+    count, sampling, stops = _count(given, echo), _sampling(given, served), _stops(given.get("stop", []))
     top, usage = _top_logprobs(given, chat), checked(given.get("stream_options", {}), STREAM_OPTIONS, "stream_options")
-    where, prompts = ("messages", [given.get("messages", [])]) if chat else ("prompt", _prompts(given.get("prompt", "")))
+    field, prompts = ("messages", [given.get("messages", [])]) if chat else ("prompt", _prompts(given.get("prompt", "")))
     if (texts := n * len(prompts)) > (most := min(MOST_TEXTS, served.engine.slots + served.engine.queue)):
-        raise Refused(f"{len(prompts)} prompts of n {n} are {texts} texts, expected {most} at most, which have room here", where)
+        raise Refused(f"{len(prompts)} prompts of n {n} are {texts} texts, expected {most} at most, which have room here", field)
     template, requests, echoes = given.get("chat_template_kwargs", {}), [], []
-    with checking(where):
+    with checking(field):
         for prompt in prompts:
             ids = _conversation(prompt, template, served) if chat else _ids(prompt, served)
-            most = _room(len(ids), count, served.engine.positions, where)
+            most = _room(len(ids), count, served.engine.positions, field)
             echoes += [prompt if isinstance(prompt, str) else tokenizer.decode(ids)] if echo else []
             ends = tokenizer.turn_ends if chat else tokenizer.ends
-            seeds = [replace(how, seed=(how.seed + copy) % (1 << 64)) for copy in range(n)]
+            seeds = [replace(sampling, seed=(sampling.seed + copy) % (1 << 64)) for copy in range(n)]
             requests += [Request(tuple(ids), most, seeded, ends, 0 if echo and top is None else top, echo) for seeded in seeds]
     stops = (*stops, *(tokenizer.turn_stops if chat else ()))
     begins = chat or not isinstance(prompts[0], str) or not prompts[0]
-    wants = usage.get("include_usage", False) and stream
-    return Call(chat, n, tuple(requests), tuple(echoes), stops, begins, stream, wants, top)
+    wants_usage = usage.get("include_usage", False) and stream
+    return Call(chat, n, tuple(requests), tuple(echoes), stops, begins, stream, wants_usage, top)
 
 
 def _count(given: Mapping[str, Any], echo: bool) -> int | None:
@@ -146,7 +146,7 @@ def _count(given: Mapping[str, Any], echo: bool) -> int | None:
 
 
 def _sampling(given: Mapping[str, Any], served: Served) -> Sampling:
-    """What the request says, else the model's generation_config.json, else OpenAI's temperature of 1."""
+    """Sampling parameters: the request's, else generation_config.json's, else OpenAI's defaults."""
     how = {"temperature": 1.0, **served.model.tokenizer.conventions.sampling}
     how |= {name: given[name] for name in SAMPLING if name in given}
     how |= {"top_p": max(how.get("top_p", 1), 1e-9), "top_k": max(how.get("top_k", 0), 0)}  # 0 of top_p: the most likely token
@@ -188,6 +188,7 @@ def _prompts(found: Any) -> list[str | list[int]]:
 
 
 def _ids(prompt: str | list[int], served: Served) -> list[int]:
+    """Token ids of a prompt, given as text or ids."""
     if isinstance(prompt, str):
         if len(prompt) > MOST_CHARACTERS:
             raise UserError(f"prompt has {len(prompt)} characters, expected {MOST_CHARACTERS} at most")
@@ -200,7 +201,7 @@ def _ids(prompt: str | list[int], served: Served) -> list[int]:
 
 
 def _conversation(messages: Any, template: Mapping[str, Any], served: Served) -> list[int]:
-    """The ids of a conversation. Nothing that a request says, of messages or of the template's variables, makes a special token."""
+    """Token ids of a chat. Nothing in the request's messages or template variables can produce a special token."""
     tokenizer = served.model.tokenizer
     own, text = tokenizer.conventions.templates, json.dumps([messages, template], ensure_ascii=False)
     if not 0 < len(messages) <= MOST_MESSAGES or len(text) > MOST_CHARACTERS or text.count('"') - text.count('\\"') > MOST_STRINGS:

@@ -68,8 +68,8 @@ class Server(uvicorn.Server):
 
 
 def opened(runs: Sequence[str], adapters: Sequence[str], **how: Any) -> dict[str, Model]:
-    """The models of runs, PATH or NAME=PATH, and of the first one with each of the adapters, NAME=PATH, by the names that requests
-    have for them. The weights are mapped and no memory is taken. UserError for what holds no model, and for two of one name."""
+    """Load the models of `runs` (PATH or NAME=PATH), and the first one with each of `adapters` (NAME=PATH), by served name. Weights
+    are only mapped. UserError for paths without a model and for duplicate names."""
     models: dict[str, Model] = {}
     named = [(*_named(run), "") for run in runs]
     named += [(name, named[0][1], adapter) for name, adapter in map(_named, adapters)]
@@ -101,8 +101,8 @@ def serve(
     models: Mapping[str, Model], at: socket.socket, *, grace: float, seconds: float, engine: Mapping[str, Any],
     ready: Callable[[State], None], **access: Any,
 ) -> None:  # fmt: skip
-    """Answers on the socket until a signal comes. `engine` are the options of each `Engine`, `access` those of `application`;
-    `ready` is called when all models are loaded. UserError where one cannot be."""
+    """Serve on socket `at` until a signal. `engine`: options of each `Engine`; `access`: options of `application`; `ready(state)`
+    is called when all models are loaded. UserError if one cannot be."""
     state, failed = State(seconds), []
 
     def begin() -> None:

@@ -19,18 +19,19 @@ class Slots:
         self.caches = [session.stored(t) for t in caches]  # (slots, positions, C) each, the memory itself
 
     def take(self, prompt: tuple[int, ...], *, share: bool) -> tuple[int, int]:
-        """A free slot, and how many tokens of the prompt it holds then, fewer than all: with `share` those that any slot holds."""
+        """Allocate a slot for a prompt; returns (slot, number of prompt tokens already in its cache, fewer than all). With `share`,
+        the longest common prefix with any slot's text is copied (prefix caching)."""
         shared = [self._shared(held, prompt) if share else 0 for held in self.held]
         donor = max(range(len(shared)), key=lambda slot: (shared[slot], slot in self.free, -len(self.held[slot])))
-        count = shared[donor]
+        common = shared[donor]
         slot = next((slot for slot in self.free if not self.held[slot]), self.free[0])
-        if count and donor in self.free and len(self.held[donor]) == count:  # nothing else is lost
+        if common and donor in self.free and len(self.held[donor]) == common:  # nothing else is lost
             slot = donor
         for rows in self.caches if slot != donor else ():
-            rows[slot, :count] = rows[donor, :count]
+            rows[slot, :common] = rows[donor, :common]
         self.free.remove(slot)
-        self.held[slot] = [*prompt[:count]]
-        return slot, count
+        self.held[slot] = [*prompt[:common]]
+        return slot, common
 
     def _shared(self, held: list[int], prompt: tuple[int, ...]) -> int:
         pairs = zip(held, prompt[:-1], strict=False)

@@ -16,7 +16,7 @@ from barellm.program.ranks import Ranks
 
 
 def check(config: Config, *, device: str, ranks: Ranks) -> None:
-    """Raise a UserError for what a run with several ranks, or one with frozen weights, cannot do."""
+    """Raise a UserError for settings that a run on several ranks, or one with frozen weights (an adapter), does not support."""
     adapter = config.adapter
     for what, found, expected in (
         ("--device", device if device == "cuda" else "", "cpu"), ("--ranks", ranks.count if ranks.count > 1 else 0, "one"),

@@ -8,6 +8,7 @@ class BatchRampup:
     `gradient_accumulation_steps` over the first `batch_rampup_tokens` tokens, rounded down, in integers."""
 
     def __init__(self, train: TrainConfig) -> None:
+        """Precompute nothing but the constants: the steps of the rampup are summed lazily in `_before`."""
         self._first, self._full, self._rampup_tokens = (
             train.batch_rampup_from,
             train.gradient_accumulation_steps,
@@ -32,7 +33,6 @@ class BatchRampup:
         return self._before[step] if step <= last else self._before[last] + (step - last) * self._full
 
     def count(self, step: int) -> int:
-        """Micro-batches of the step."""
         return self.before(step + 1) - self.before(step)
 
     def tokens(self, step: int) -> int:

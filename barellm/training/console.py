@@ -36,6 +36,7 @@ class Console:
         return not self.json_lines and time.monotonic() >= self._next + wait
 
     def progress(self, text: str) -> None:
+        """Show one line of progress: it replaces the last one in a terminal, and is a plain line elsewhere."""
         self._next = time.monotonic() + (self.LIVE_S if self.live else self.PLAIN_S)
         if self.live:
             width = shutil.get_terminal_size().columns - 1
@@ -48,8 +49,7 @@ class Console:
             self.line(text)
 
     def evaluating(self, windows: int) -> Callable[[int], None]:
-        """A function for the `report` of an evaluation of so many windows, which shows how far it is. An evaluation that is over
-        at once stays silent."""
+        """A progress callback for an evaluation of so many windows; one that ends at once stays silent."""
         tell = self._patiently()
         return lambda done: tell(lambda: f"evaluating: {done} of {windows} windows")
 
@@ -62,21 +62,21 @@ class Console:
         return self._megabytes("looking through the text")
 
     def _megabytes(self, doing: str) -> Callable[[int, int], None]:
-        """Tells of (bytes done, bytes in all, or 0), of a rate, and of the time left."""
-        tell, begin, before = self._patiently(), time.monotonic(), [-1]
+        """A callback (bytes done, bytes in all or 0) that shows megabytes, the rate and the time left."""
+        show_due, begin, start = self._patiently(), time.monotonic(), [-1]
 
-        def said(done: int, total: int) -> str:
-            rate = (done - before[0]) / max(time.monotonic() - begin, 1e-3)
+        def text(done: int, total: int) -> str:
+            rate = (done - start[0]) / max(time.monotonic() - begin, 1e-3)
             of = f" of {total / 1e6:,.1f}" if total else ""
             left = f", {duration((total - done) / rate)} left" if total and rate else ""
             return f"{doing}: {done / 1e6:,.1f}{of} MB, {rate / 1e6:,.1f} MB/s{left}"
 
-        def hear(done: int, total: int) -> None:
-            if before[0] < 0:
-                before[0] = done  # a run that goes on has not done this now
-            tell(lambda: said(done, total))
+        def update(done: int, total: int) -> None:
+            if start[0] < 0:
+                start[0] = done  # a run that goes on has not done this now
+            show_due(lambda: text(done, total))
 
-        return hear
+        return update
 
     def _patiently(self) -> Callable[[Callable[[], str]], None]:
         begin = time.monotonic()
@@ -88,7 +88,6 @@ class Console:
         return tell
 
     def clear(self) -> None:
-        """Take the live line away."""
         if self._open:
             self._erase()
             self._open = 0
@@ -108,8 +107,8 @@ class Console:
             self._write(json.dumps(row) + "\n")
 
     def _write(self, text: str) -> None:
-        """A reader that went away must not cost the steps since the last checkpoint: `on_lost` hears of it once, what is
-        said later is dropped. A full disk behind the stream costs the text only."""
+        """Write to the stream without ever failing the run: if the reader is gone, call `on_lost` and discard output from then on;
+        if the disk behind it is full, only this text is lost."""
         try:
             self.stream.write(text)
             self.stream.flush()
@@ -119,13 +118,13 @@ class Console:
             if lost := error.errno in (errno.EPIPE, errno.EIO):
                 self.on_lost()
             fd = self.stream.fileno()
-            kept = os.dup(fd)
+            saved_fd = os.dup(fd)
             with open(os.devnull, "w") as null:
                 os.dup2(null.fileno(), fd)
                 self.stream.flush()  # what it holds would fail again at the next line, and at the end of the process
             if not lost:
-                os.dup2(kept, fd)
-            os.close(kept)
+                os.dup2(saved_fd, fd)
+            os.close(saved_fd)
 
     def can_show(self, text: str) -> bool:
         """Whether the stream's encoding has these characters."""
@@ -137,7 +136,7 @@ class Console:
 
 
 def fitted(text: str, columns: int) -> str:
-    """The text in lines that a terminal does not break: words below the first word behind a title, a sample's lines anywhere."""
+    """Wrap text to a terminal's width: words below the first word behind a title, sample lines (" | ") anywhere."""
     lines = []
     for line in text.split("\n"):
         if len(line) <= columns:
@@ -158,7 +157,6 @@ def show(text: str, stream: TextIO | None = None) -> None:
 
 
 def duration(seconds: float) -> str:
-    """1:05, 2:03:04; for what is left or was spent."""
     minutes, s = divmod(max(0, round(seconds)), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
@@ -176,7 +174,6 @@ def in_words(seconds: float) -> str:
 
 
 def short(count: float) -> str:
-    """950, 12.3k, 4.56M, 7.89G."""
     for limit, unit in ((1e3, ""), (1e6, "k"), (1e9, "M"), (1e12, "G")):
         if abs(count) < limit:
             return f"{count / (limit / 1e3):.3g}{unit}"

@@ -66,11 +66,11 @@ class Curve:
 def series(
     rows: Iterable[dict[str, Any]], *, axis: str = "steps", before: Callable[[int], int] = int, y: str = "loss", muon: bool = False
 ) -> tuple[Points, Points]:
-    """Gives the training and the validation points of the rows of metrics.jsonl, over one of AXES. `before` tells how many tokens
-    so many steps have, for a step whose row does not say it; an evaluation knows neither time nor tokens and has those of the
-    step before it. `muon`: the number of the matrices that Muon updates, which steps of older versions do not have."""
-    what = QUANTITIES[y]
-    keys = {"eval": "", "train": what.muon if muon else what.train} | {what.kind: what.val}
+    """(training points, validation points) of a run from its metrics.jsonl rows, over one of AXES. Evaluations have no time or
+    tokens of their own and take those of the last step. `before(step)`: tokens up to a step, for old rows without them. `muon`:
+    plot the quantity for the matrices that Muon updates."""
+    quantity = QUANTITIES[y]
+    keys = {"eval": "", "train": quantity.muon if muon else quantity.train} | {quantity.kind: quantity.val}
     points: dict[str, list[tuple[float, float]]] = {kind: [] for kind in keys}
     seconds, tokens = 0.0, None  # at the last step
     for row in rows:
@@ -80,11 +80,11 @@ def series(
         step, seconds = int(row["step"]), float(row.get("seconds", seconds))
         if axis == "tokens" and (kind == "train" or tokens is None):
             tokens = int(row["tokens"]) if "tokens" in row else before(step)
-        place = {"steps": step, "tokens": tokens or 0, "seconds": seconds}[axis]
+        position = {"steps": step, "tokens": tokens or 0, "seconds": seconds}[axis]
         key = keys[kind]
         if key and (value := row.get(key) if muon else row[key]) is not None:
-            points[kind].append((place, float(value)))
-    return points["train"], points[what.kind]
+            points[kind].append((position, float(value)))
+    return points["train"], points[quantity.kind]
 
 
 def gzip_line(rows: Iterable[dict[str, Any]], *, y: str) -> float | None:
@@ -129,27 +129,27 @@ def _place(place: float, axis: str) -> str:
 
 
 def _columns(points: Points, *, ends: tuple[float, float], width: int, log: str = "") -> dict[int, tuple[float, float]]:
-    """Mean place and mean number, both scaled, of the points that fall into each of `width` columns of an axis with these ends."""
+    """Mean position and value (both on the axes' scales) of the points in each of `width` columns between `ends`."""
     (x, y), (first, last) = scales(log), ends
     found: dict[int, list[tuple[float, float]]] = {}
     for place, value in points:
         if x.shown(place) and y.shown(value):
-            at = x.of(place)
-            column = min(width - 1, int((at - first) * width / ((last - first) or 1)))
-            found.setdefault(column, []).append((at, y.of(value)))
+            scaled = x.of(place)
+            column = min(width - 1, int((scaled - first) * width / ((last - first) or 1)))
+            found.setdefault(column, []).append((scaled, y.of(value)))
     return {
-        column: (sum(x for x, _ in inside) / len(inside), sum(y for _, y in inside) / len(inside))
-        for column, inside in found.items()
+        column: (sum(x for x, _ in members) / len(members), sum(y for _, y in members) / len(members))
+        for column, members in found.items()
     }
 
 
 def summary(curve: Curve, *, axis: str = "steps") -> str:
-    """How far the run is and how good, in words. The training loss is the mean of its last part."""
+    """The state of a run in words: progress, training loss (mean of its last part), last validation and gzip baseline."""
     ends, label = _ends([curve], Scale()), QUANTITIES[curve.y].label
     words = [_place(ends[1], axis)]
-    training, form = ("training loss", ".4f") if curve.y == "loss" else (label, ",.4g")
+    training, number_format = ("training loss", ".4f") if curve.y == "loss" else (label, ",.4g")
     if parts := list(_columns(curve.train, ends=ends, width=SMOOTH).values()):
-        words.append(f"{training} {parts[-1][1]:{form}}")
+        words.append(f"{training} {parts[-1][1]:{number_format}}")
     if curve.val:
         place, value = curve.val[-1]
         unseen = "validation " * (QUANTITIES[curve.y].kind == "eval")
@@ -162,7 +162,7 @@ def summary(curve: Curve, *, axis: str = "steps") -> str:
 def terminal(
     curve: Curve, *, axis: str = "steps", log: str = "", width: int = 72, height: int = 14, ascii_only: bool = False
 ) -> str:
-    """A chart of `width` x `height` characters: training as a line, validation as `o`, gzip as dashes; "" without points."""
+    """A text chart of `width` x `height` characters: training as a line, validation as `o`, gzip as dashes; "" if empty."""
     columns = max(8, width - 8)
     across, per_row = (1, 1) if ascii_only else (2, 4)
     (x_scale, y_scale), ends = scales(log), _ends([curve], scales(log)[0])
@@ -192,8 +192,8 @@ def terminal(
         row[:] = ["-" if cell == " " and i % 2 else cell for i, cell in enumerate(row)]
     for x, y in marks.items():
         text[row_of(y, height)][x] = "o"
-    form = "7.3f" if curve.y in ("loss", "bits") else "7.3g"
-    labels = {0: f"{y_scale.back(high):{form}}", height - 1: f"{y_scale.back(low):{form}}"}
+    number_format = "7.3f" if curve.y in ("loss", "bits") else "7.3g"
+    labels = {0: f"{y_scale.back(high):{number_format}}", height - 1: f"{y_scale.back(low):{number_format}}"}
     edge = "|" if ascii_only else "│"
     lines = [f"{labels.get(i, ''):>7}{edge}{''.join(row).rstrip()}" for i, row in enumerate(text)]
     bottom = ("+" + "-" * columns) if ascii_only else ("└" + "─" * columns)
@@ -202,13 +202,13 @@ def terminal(
     parts += ["dashes: gzip -9"] * (level is not None)
     legend = f"{what.label}{f' in {what.unit}' * bool(what.unit)}; {', '.join(parts)}"
     left, right = (x_scale.back(end) for end in ends)
-    under = f"{left if x_scale.logarithmic else 0:<{columns // 2},.6g}{_place(right, axis):>{columns - columns // 2}}"
-    return "\n".join([*lines, " " * 7 + bottom, " " * 8 + under, " " * 8 + legend])
+    axis_line = f"{left if x_scale.logarithmic else 0:<{columns // 2},.6g}{_place(right, axis):>{columns - columns // 2}}"
+    return "\n".join([*lines, " " * 7 + bottom, " " * 8 + axis_line, " " * 8 + legend])
 
 
 def picture(curves: Sequence[Curve], *, title: str = "", axis: str = "steps", log: str = "") -> Figure:
-    """The picture of a run has each step's number, the smoothed number and the validation. That of several runs has a colour for
-    each, the smoothed number as a line and validation as dots with a dotted line."""
+    """A matplotlib figure: for one run each step's value, the smoothed value and validation; for several runs a colour each, with a
+    smoothed line and dotted validation."""
     import logging
 
     from matplotlib.figure import Figure
@@ -219,14 +219,14 @@ def picture(curves: Sequence[Curve], *, title: str = "", axis: str = "steps", lo
     axes = figure.add_subplot()
     x, y = scales(log)
     ends = _ends(curves, x)
-    what = QUANTITIES[curves[0].y]
+    quantity = QUANTITIES[curves[0].y]
     for i, curve in enumerate(curves):
         means = _columns(curve.train, ends=ends, width=SMOOTH, log=log).values()
         smooth = [(x.back(place), y.back(value)) for place, value in means]
         if len(curves) == 1:
             _draw(axes, curve.train, "-", label="training", color="#c3cad2", linewidth=0.6)
             _draw(axes, smooth, "-", label="training, smoothed", color="#475569", linewidth=1.2)
-            _draw(axes, curve.val, "o-", label=what.marks, color="#c2410c", linewidth=1.2, markersize=4)
+            _draw(axes, curve.val, "o-", label=quantity.marks, color="#c2410c", linewidth=1.2, markersize=4)
         else:
             name = f"./{curve.name}" if curve.name.startswith("_") else curve.name  # which matplotlib hides from its legend
             _draw(axes, smooth, "-", label=name, color=f"C{i}", linewidth=1.2)
@@ -234,7 +234,7 @@ def picture(curves: Sequence[Curve], *, title: str = "", axis: str = "steps", lo
         if curve.gzip is not None and curve.gzip not in [before.gzip for before in curves[:i]]:
             colour, text = (f"C{i}", f"gzip -9, {curve.name}") if len({one.gzip for one in curves}) > 1 else ("#7c8797", "gzip -9")
             axes.axhline(curve.gzip, color=colour, linewidth=1.0, linestyle="--", label=text)
-    axes.set(xlabel=axis, ylabel=f"{what.label} ({what.unit})" if what.unit else what.label)
+    axes.set(xlabel=axis, ylabel=f"{quantity.label} ({quantity.unit})" if quantity.unit else quantity.label)
     axes.set(xscale="log" if x.logarithmic else "linear", yscale="log" if y.logarithmic else "linear")
     axes.set_title(title, parse_math=False)
     if axis == "tokens" and not x.logarithmic:
@@ -254,7 +254,6 @@ def _draw(axes: Axes, points: Points, line: str, **style: Any) -> None:
 
 
 def image(path: Path, curves: Sequence[Curve], *, title: str = "", axis: str = "steps", log: str = "") -> None:
-    """The picture as a file, by the name's ending."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # matplotlib's, of axes and fonts
         save(picture(curves, title=title, axis=axis, log=log), path)

@@ -26,8 +26,7 @@ KINDS = ("exponent_stats", "ranges")  # of a row, by this version and by older o
 
 
 class ExponentStats:
-    """Logs the exponent histograms of the program "forward_backward_stats", in the first step and in every one whose number
-    `every` divides."""
+    """Logs exponent histograms from "forward_backward_stats", in the first step and every `every`-th."""
 
     def __init__(self, path: Path, compiled: CompiledModel, *, every: int) -> None:
         self.every, self.session = every, compiled.session
@@ -41,7 +40,7 @@ class ExponentStats:
         return step == 1 or step % self.every == 0
 
     def record(self, step: int) -> None:
-        """Write the row of a step whose last run was of the program."""
+        """Append the histograms of the last run of the program, as the row of `step`."""
         counts = self.session.read(COUNTS).reshape(-1, BINS)
         sums = self.session.read(TOTALS).reshape(-1, len(SUMS))
         rows = []
@@ -68,7 +67,7 @@ def _row(found: TensorStats) -> dict[str, Any]:
 
 
 def tensor_stats_of(row: Mapping[str, Any]) -> TensorStats:
-    """What the op found of one of a row's tensors; the means have six digits."""
+    """The statistics stored in one entry of a row; the means have six digits."""
     counts = np.zeros(BINS, np.int64)
     counts[0], counts[NOT_FINITE] = row["zeros"], row["not_finite"]
     first = int(row["first"]) + BIAS

@@ -41,8 +41,7 @@ def matrices(row: dict[str, Any], what: str) -> list[tuple[str, TensorStats]]:
 
 
 def terminal(row: dict[str, Any], *, ascii_only: bool = False) -> str:
-    """A line for each tensor that is no vector: root of the mean square, largest magnitude, the shares outside of e4m3 and e5m2,
-    and a strip with the share of every two exponents."""
+    """A table with a line per matrix: rms, largest, shares outside e4m3 and e5m2, and a strip with a shade per two exponents."""
     shades = PLAIN if ascii_only else SHADES
     low, high = STRIP
     width = (high - low) // PER_CELL
@@ -73,24 +72,24 @@ def chosen(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def picture(rows: Sequence[dict[str, Any]], *, title: str = "") -> Figure:
-    """A row of panels for each of the steps (whose name may be more than a number), a panel for each kind of tensor. In it a row is
-    a tensor, in the order of the network from above, and the shade the share of its elements that have an exponent."""
+    """A figure with a row of panels per logged step and a panel per kind of tensor. In a panel each row is a tensor in network
+    order, and shades are the shares of its elements with each exponent."""
     from matplotlib.figure import Figure
 
-    found = [[matrices(row, what) for what in KINDS] for row in rows]
-    every = [m for panels in found for panel in panels for _, m in panel]
-    total = np.sum([m.counts[1:NOT_FINITE] / max(1, m.size) for m in every], axis=0)
-    there = np.flatnonzero(total > 1e-4 * len(every)) + 1 - BIAS
-    low, high = (int(there[0]), int(there[-1]) + 1) if there.size else (-1, 1)
+    panels_of_rows = [[matrices(row, what) for what in KINDS] for row in rows]
+    all_stats = [m for panels in panels_of_rows for panel in panels for _, m in panel]
+    total = np.sum([m.counts[1:NOT_FINITE] / max(1, m.size) for m in all_stats], axis=0)
+    used_exponents = np.flatnonzero(total > 1e-4 * len(all_stats)) + 1 - BIAS
+    low, high = (int(used_exponents[0]), int(used_exponents[-1]) + 1) if used_exponents.size else (-1, 1)
     low, high = min(low, -20), max(high, 18)  # the lines of the formats are in the picture
-    most = max(len(panel) for panels in found for panel in panels)
-    height = max(2.6, 0.15 * min(most, MOST_LABELS) + 1.0)
+    most_rows = max(len(panel) for panels in panels_of_rows for panel in panels)
+    height = max(2.6, 0.15 * min(most_rows, MOST_LABELS) + 1.0)
     figure = Figure(figsize=(15, height * len(rows) + 0.6), dpi=110, layout="constrained")
     axes = figure.subplots(len(rows), len(KINDS), squeeze=False)
-    for row, panels, line in zip(rows, found, axes, strict=True):
-        for what, panel, here in zip(KINDS, panels, line, strict=True):
-            _panel(here, panel, low=low, high=high)
-            here.set_title(f"{what}, step {row['step']}", fontsize=8.5)
+    for row, panels, line in zip(rows, panels_of_rows, axes, strict=True):
+        for what, panel, panel_axes in zip(KINDS, panels, line, strict=True):
+            _panel(panel_axes, panel, low=low, high=high)
+            panel_axes.set_title(f"{what}, step {row['step']}", fontsize=8.5)
     handles = [axes[0, 0].plot([], [], color=color, label=name)[0] for name, color in LINES.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=10, frameon=False)
     figure.suptitle(f"{title}: exponents of each tensor's elements".removeprefix(": "), fontsize=12, parse_math=False)
@@ -98,6 +97,7 @@ def picture(rows: Sequence[dict[str, Any]], *, title: str = "") -> Figure:
 
 
 def _panel(axes: Axes, panel: list[tuple[str, TensorStats]], *, low: int, high: int) -> None:
+    """Draw one panel: exponents along x, tensors along y, and the ranges of the formats as vertical lines."""
     axes.tick_params(labelsize=8.5)
     for name, color in LINES.items():
         for edge in FORMAT_RANGES[name].exponents:
@@ -109,8 +109,8 @@ def _panel(axes: Axes, panel: list[tuple[str, TensorStats]], *, low: int, high: 
     share = np.stack([m.counts[low + BIAS : high + BIAS] / max(1, m.size) for _, m in panel])
     extent = (low, high, len(panel) - 0.5, -0.5)
     axes.imshow(np.sqrt(share), cmap="Greys", vmin=0, vmax=FULL**0.5, aspect="auto", extent=extent, interpolation="none")
-    every = -(-len(panel) // MOST_LABELS)
-    axes.set_yticks(range(0, len(panel), every), [name for name, _ in panel[::every]], fontsize=7.5, parse_math=False)
+    label_step = -(-len(panel) // MOST_LABELS)
+    axes.set_yticks(range(0, len(panel), label_step), [name for name, _ in panel[::label_step]], fontsize=7.5, parse_math=False)
 
 
 def image(path: Path, rows: Sequence[dict[str, Any]], *, title: str = "") -> None:

@@ -51,8 +51,8 @@ class Look:
 
 
 def steps_of(config: Config, options: Mapping[str, Any]) -> int:
-    """How many steps a test has at most. UserError for what no test can do, before anything slow begins. `options`: those of the
-    command line; a file says how many steps a run has."""
+    """The number of steps of the test, from the command line's `options` (a config file's steps are the run's). UserError, before
+    anything slow begins, for runs that cannot be tested."""
     if model_schedule(config) is not None:
         raise UserError("--find-lr needs steps that are all alike, and the runs of this model have stages")
     if options.get("train.minutes"):
@@ -84,14 +84,14 @@ def with_rate(config: Config, lr: float) -> Config:
 
 
 def command(words: Sequence[str], found: Config, config: Config) -> str:
-    """The command line that trains with the rates of `found`, which `with_rate` made of `config`. `words`: those of the test."""
+    """The command line that trains with the rates of `found` (made by `with_rate` from `config`), from the test's own `words`."""
     options = shlex.split(report.rate_options(found.optim))
     if found.optim.min_lr != config.optim.min_lr:
         options += ["--optim.min_lr", f"{found.optim.min_lr:.12g}"]
-    gone, kept, rest = {*OF_TEST, *options}, [], iter(words)
+    dropped, kept, rest = {*OF_TEST, *options}, [], iter(words)
     for word in rest:
         option, given, _ = word.partition("=")
-        if option not in gone:
+        if option not in dropped:
             kept.append(word)
         elif option != "--find-lr" and not given:
             next(rest)  # its value
@@ -99,16 +99,16 @@ def command(words: Sequence[str], found: Config, config: Config) -> str:
 
 
 def test(config: Config, session: Session, batches: Rows, *, steps: int, reported: Callable[[int, Look], bool]) -> list[Look]:
-    """The steps up to the one at which the loss has diverged. The weights are worth nothing afterwards. `told` hears of each,
-    and says whether to go on."""
+    """Train with a learning rate that grows per step, until the loss diverges; returns the tested steps. The weights are useless
+    afterwards. `reported` gets each step and returns whether to continue."""
     training_schedule, train = ConstantSchedule(config), config.train
-    looks: list[Look] = []
+    results: list[Look] = []
     for step, lr in enumerate(rates(steps)):
         tested = with_rate(config, lr).optim.rates(lambda high, low: high)
         plan, loss, count = training_schedule.step(step, None), 0.0, training_schedule.batch_rampup.count(step)
         samples = train.micro_batch_size * count
-        counted = batches.counted(training_schedule.batch_rampup.before(step) * train.micro_batch_size, samples, seq=plan.seq)
-        inv_targets = plan.inv_targets * samples * plan.seq / counted
+        valid_targets = batches.counted(training_schedule.batch_rampup.before(step) * train.micro_batch_size, samples, seq=plan.seq)
+        inv_targets = plan.inv_targets * samples * plan.seq / valid_targets
         for micro in range(count):
             sample = (training_schedule.batch_rampup.before(step) + micro) * train.micro_batch_size
             inputs, targets = batches.batch(sample, train.micro_batch_size, seq=plan.seq, document=plan.document)
@@ -121,10 +121,10 @@ def test(config: Config, session: Session, batches: Rows, *, steps: int, reporte
             session.run(program, **{name: tested.get(name, value) for name, value in scalars.items()})
         if not isfinite(loss):
             break
-        looks.append(Look(lr, tested.get("muon_lr"), loss, _smoothed([*(look.loss for look in looks), loss])))
-        if not reported(step, looks[-1]) or looks[-1].smoothed > DIVERGED * looks[0].loss:
+        results.append(Look(lr, tested.get("muon_lr"), loss, _smoothed([*(look.loss for look in results), loss])))
+        if not reported(step, results[-1]) or results[-1].smoothed > DIVERGED * results[0].loss:
             break
-    return looks
+    return results
 
 
 def _smoothed(losses: Sequence[float]) -> float:
@@ -142,10 +142,10 @@ def suggestion(looks: Sequence[Look]) -> tuple[Look, Look]:
 
 
 def write(folder: Path, looks: Sequence[Look], *, config: Config, words: Sequence[str]) -> dict[str, Any]:
-    """The files lr.json and lr.png, and what the first of them says. `words`: those of the test's command line."""
-    best, least = suggestion(looks)
+    """Write lr.json and lr.png and return the content of lr.json. `words`: the test's command line."""
+    best, lowest = suggestion(looks)
     rule = f"the tested rate nearest to that of the least smoothed loss, divided by {BELOW_LEAST:g}"
-    found: dict[str, Any] = {"suggestion": best.lr, "muon_lr": best.muon_lr, "rule": rule, "least": least.lr}
+    found: dict[str, Any] = {"suggestion": best.lr, "muon_lr": best.muon_lr, "rule": rule, "least": lowest.lr}
     found |= {"command": command(words, with_rate(config, best.lr), config), "steps": [asdict(look) for look in looks]}
     picture = _picture(looks, best.lr, f"{config.preset}: learning rates")  # whatever is refused is refused before a file is there
     storage.replace_file(folder / "lr.json", (json.dumps(found, indent=1) + "\n").encode())
@@ -154,6 +154,7 @@ def write(folder: Path, looks: Sequence[Look], *, config: Config, words: Sequenc
 
 
 def _picture(looks: Sequence[Look], lr: float, title: str) -> Any:
+    """A figure of loss over learning rate, with the suggestion."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
@@ -171,33 +172,32 @@ def _picture(looks: Sequence[Look], lr: float, title: str) -> Any:
 
 
 def run(job: Run, folder: RunFolder, *, steps: int, words: Sequence[str]) -> int:
-    """Tests learning rates in the place of the training that `job` is. Only lr.json and lr.png are written. `words`: those of the
-    command line."""
-    say, begin = job.console, [0.0]
+    """Run the test in place of the training `job`; writes only lr.json and lr.png. Returns the exit status."""
+    out, started = job.console, [0.0]
     with open_model(job.config, device=job.device, documents=job.data.masked) as compiled, stopping.Stopping() as stop:
         for line in report.header(compiled, job.data, folder.path):
-            say.line(line)
+            out.line(line)
         job.initialize(compiled)
 
         def reported(step: int, look: Look) -> bool:
             found = {key: value for key, value in asdict(look).items() if value is not None}
-            say.record({"kind": "find_lr", "step": step + 1} | {k: v for k, v in found.items() if k != "smoothed"})
-            begin[0] = begin[0] or time.monotonic()  # behind the first step, which touches cold memory
-            if say.due():
-                left = (time.monotonic() - begin[0]) / step * (steps - 1 - step) if step else None
+            out.record({"kind": "find_lr", "step": step + 1} | {k: v for k, v in found.items() if k != "smoothed"})
+            started[0] = started[0] or time.monotonic()  # behind the first step, which touches cold memory
+            if out.due():
+                left = (time.monotonic() - started[0]) / step * (steps - 1 - step) if step else None
                 eta = "" if left is None else f"  at most {console.duration(left)} left"
-                say.progress(f"step {step + 1:>5}/{steps}{eta}  loss {look.smoothed:.4f}  {report.rates(found)}")
+                out.progress(f"step {step + 1:>5}/{steps}{eta}  loss {look.smoothed:.4f}  {report.rates(found)}")
             return not stop
 
         looks = test(compiled.config, compiled.session, job.batches, steps=steps, reported=reported)
     if stop:
         return stop.status
     found = write(folder.path, looks, config=job.config, words=words)
-    say.record({"kind": "result", **{key: value for key, value in found.items() if key != "steps"}})
+    out.record({"kind": "result", **{key: value for key, value in found.items() if key != "steps"}})
     ended = "" if len(looks) == steps else f", and the test ended at {looks[-1].lr:.1e}"
     muon = "" if found["muon_lr"] is None else f" (AdamW), {found['muon_lr']:.4g} (Muon)"
-    say.line(f"lr       the loss was least at {found['least']:.4g}{ended}")
-    say.line(f"         try {found['suggestion']:.4g}{muon}: {found['rule']}")
-    say.line(f"saved    {folder.path / 'lr.png'} and lr.json")
-    say.line(f"next     {found['command']}")
+    out.line(f"lr       the loss was least at {found['least']:.4g}{ended}")
+    out.line(f"         try {found['suggestion']:.4g}{muon}: {found['rule']}")
+    out.line(f"saved    {folder.path / 'lr.png'} and lr.json")
+    out.line(f"next     {found['command']}")
     return 0

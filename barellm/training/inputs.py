@@ -31,8 +31,8 @@ FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_SHARE = 384, 256
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
-    """The model gets the tokenizer's vocabulary; a preset without padding stays without. One that tells documents apart gets the
-    token that begins them."""
+    """The configuration with the tokenizer's vocabulary size (presets without padding stay unpadded) and, for models that separate
+    documents, its begin-of-document token."""
     size, model = tokenizer.rows or tokenizer.vocab_size, config.model
     separator = getattr(model, "separator", None)
     if separator is not None and tokenizer.eot not in (None, separator):
@@ -45,15 +45,15 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
 
 
 def with_document_mask(config: Config, data: Dataset, *, device: str) -> tuple[Config, Dataset]:
-    """Both with what data.document_mask "auto" means. UserError where a mask is wanted that the model or the text cannot have."""
-    how, name = config.data.document_mask, models.name_of(config.model)
-    lacks = "" if models.masks_documents(config.model) else f"the architecture {name} has no such mask"
-    lacks = lacks or ("CUDA has no kernels for positions that begin anew" if device == "cuda" else "")
-    if not lacks and data.examples is None and data.tokenizer.eot is None:
-        lacks = f"the tokenizer {data.tokenizer.name} has no token that begins a document"
-    if how == "on" and lacks:
-        raise UserError(f"data.document_mask is on, and {lacks}: expected off")
-    on = how == "on" or (how == "auto" and data.examples is not None and not lacks)
+    """Resolve data.document_mask "auto" (on for examples, if supported) in both. UserError where "on" is not supported."""
+    mode, name = config.data.document_mask, models.name_of(config.model)
+    reason = "" if models.masks_documents(config.model) else f"the architecture {name} has no such mask"
+    reason = reason or ("CUDA has no kernels for positions that begin anew" if device == "cuda" else "")
+    if not reason and data.examples is None and data.tokenizer.eot is None:
+        reason = f"the tokenizer {data.tokenizer.name} has no token that begins a document"
+    if mode == "on" and reason:
+        raise UserError(f"data.document_mask is on, and {reason}: expected off")
+    on = mode == "on" or (mode == "auto" and data.examples is not None and not reason)
     return replace(config, data=replace(config.data, document_mask="on" if on else "off")), replace(data, masked=on)
 
 
@@ -66,6 +66,8 @@ class Inputs:
     def __init__(
         self, config: Config, *, start: Start | None, tokenizer: Tokenizer | None, requested: bool, console: Console, ranks: Ranks
     ) -> None:  # fmt: skip
+        """Load the data and tokenizer, resolve the configuration by them, and set up row order, evaluations and sample lengths.
+        `start`: the checkpoint to resume from, whose data must be the same."""
         self.start, self.console, self.ranks = start, console, ranks
         with agreement.rank_zero_first(ranks):  # what rank 0 prepares, the others find in the cache
             self.data: Dataset = prepare(
@@ -90,9 +92,9 @@ class Inputs:
             if start and not train.minutes:
                 start.meta["total_steps"] = max(train.steps, start.meta["step"])
         self.batches = Repeated(rows, train.overfit * train.micro_batch_size) if train.overfit else rows
-        theirs = start.meta.get("llmc") if start else None
-        if start and theirs and theirs["shuffled"] and theirs["processes"] == 1 and isinstance(self.batches, LlmcOrder):
-            self.batches.check(self.batch_rampup.before(start.meta["step"]), theirs)
+        llmc_state = start.meta.get("llmc") if start else None
+        if start and llmc_state and llmc_state["shuffled"] and llmc_state["processes"] == 1 and isinstance(self.batches, LlmcOrder):
+            self.batches.check(self.batch_rampup.before(start.meta["step"]), llmc_state)
         self.evaluator = self._evaluator(train.eval_tokens)
         self.hellaswag: hellaswag.HellaSwag | None = None
         self.scoring: tuple[int, int] | None = None
@@ -101,10 +103,10 @@ class Inputs:
             self.hellaswag, most = hellaswag.HellaSwag(examples), self.config.model.max_seq
             self.scoring = scoring.shape_for(self.hellaswag.texts, tokens=train.micro_batch_size * train.seq, most_seq=most)
         trained = self.batch_rampup.tokens(train.steps or ANY_STEPS)
-        usual = train.eval_tokens or FINAL_MOST if train.eval_every else 0
+        eval_tokens = train.eval_tokens or FINAL_MOST if train.eval_every else 0
         self.final_evaluator = self.evaluator
         if train.eval_from == "spread":
-            self.final_evaluator = self._evaluator(min(FINAL_MOST, max(FINAL_LEAST, usual, trained // FINAL_SHARE)))
+            self.final_evaluator = self._evaluator(min(FINAL_MOST, max(FINAL_LEAST, eval_tokens, trained // FINAL_SHARE)))
         self.final_sample_tokens = 64 + trained // FINAL_SAMPLE_SHARE
         # Of the longest samples. Those of a usual prompt are as many as `build_programs` takes.
         self.positions = cache_positions(len(self.data.prompt) + FINAL_SAMPLE_TOKENS, self.config.model.max_seq)
@@ -116,12 +118,12 @@ class Inputs:
             raise UserError(f"model.vocab_size is {chosen}, the tokenizer has {vocab} ids: change data.tokenizer or data.bpe_vocab")
 
     def _rows(self) -> Rows:
-        """The source of the rows of the micro-batches."""
         found = self._rows_in_order()
         found.separator = self.data.separator
         return found
 
     def _rows_in_order(self) -> Rows:
+        """The source of training rows for the data and its order."""
         train, data = self.config.train, self.config.data
         if self.data.examples is not None:
             if not isinstance(self.training_schedule, ConstantSchedule):

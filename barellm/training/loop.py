@@ -96,9 +96,9 @@ class Loop:
     _changed: Point | None = None
 
     def run(self) -> bool:
-        """Train to the last step. False if stopped; a checkpoint of the last whole step is on disk either way. LostFile, with one
-        too, where a shard was cut short: a step's rows are read before it changes the weights. Of several ranks, of which one
-        alone may have met it, none saves."""
+        """Train to the last step; False if stopped early. A checkpoint of the last complete step is on disk either way, also when a
+        shard is truncated during the run (LostFile): rows are read before a step changes weights. With several ranks, of which only
+        one may see that, none saves."""
         try:
             return self._run()
         except mapping.LostFile:
@@ -107,6 +107,7 @@ class Loop:
             raise
 
     def _run(self) -> bool:
+        """`run` without the handling of lost files. All ranks take the same branches: they agree on stops and totals."""
         train = self.config.train
         if self.progress.total is None and train.minutes == 0:
             self.progress.total = train.steps
@@ -115,7 +116,8 @@ class Loop:
         while True:
             step = self.progress.step
             self._after_step(step)
-            first(self.ranks, None)  # which may have been at work alone
+            # A barrier: rank 0 may have been evaluating or sampling alone
+            first(self.ranks, None)
             if step == self.progress.total or self.stop:
                 break
             if not self._step():
@@ -142,32 +144,33 @@ class Loop:
     # --- one step ---
 
     def _step(self) -> bool:
-        """Do one optimizer step. Returns False if it was stopped between its micro-batches, which are then thrown away."""
+        """Do one optimizer step: forward and backward of its micro-batches, then the update. False if stopped between
+        micro-batches, whose gradients are then discarded."""
         train, session, step = self.config.train, self.session, self.progress.step
         begin = time.perf_counter()
         plan = self.training_schedule.step(step, self.progress.total)
         batch = train.micro_batch_size // self.ranks.count  # of each micro-batch so many rows are this rank's
         shape = {"batch": batch, "seq": plan.seq}
-        loss, begun, count = 0.0, self.batch_rampup.before(step), self.batch_rampup.count(step)
+        loss, micro_batches_before, count = 0.0, self.batch_rampup.before(step), self.batch_rampup.count(step)
         # The loss is the mean over the targets that count: exactly as planned where all of them do.
         samples = train.micro_batch_size * count
-        share = self.batches.counted(begun * train.micro_batch_size, samples, seq=plan.seq) / (samples * plan.seq)
+        share = self.batches.counted(micro_batches_before * train.micro_batch_size, samples, seq=plan.seq) / (samples * plan.seq)
         for micro in range(count):
             if micro and self.stop:
                 return False
-            sample = (begun + micro) * train.micro_batch_size + self.ranks.rank * batch
+            sample = (micro_batches_before + micro) * train.micro_batch_size + self.ranks.rank * batch
             inputs, targets = self.batches.batch(sample, batch, seq=plan.seq, document=plan.document)
             validation.write_batch(session, inputs, targets, self.batches.starts(sample, batch, inputs))
             random = {"seed": train.seed, "step": step + 1, "sample": sample}
-            adds = int(micro > 0 or plan.adds)
+            accumulate = int(micro > 0 or plan.adds)
             # The last micro-batch finds the gradients of the whole step.
-            watched = self.watch is not None and micro + 1 == count and self.watch.due(step + 1)
-            program = "forward_backward_stats" if watched else "forward_backward"
+            with_stats = self.watch is not None and micro + 1 == count and self.watch.due(step + 1)
+            program = "forward_backward_stats" if with_stats else "forward_backward"
             self.saving.before(program)
-            sizes = {**shape, "accumulate": adds, "last": int(micro + 1 == count)}
+            sizes = {**shape, "accumulate": accumulate, "last": int(micro + 1 == count)}
             session.run(program, inv_targets=plan.inv_targets / share, **sizes, **random)
             loss += float(session.read(plan.loss)[0]) * plan.shown
-            if watched and self.watch is not None:
+            if with_stats and self.watch is not None:
                 self.watch.record(step + 1)
             if micro + 1 < count and self.console.due(inside=True):
                 total = "?" if self.progress.total is None else self.progress.total
@@ -195,21 +198,20 @@ class Loop:
         return total
 
     def _check_first(self, loss: float) -> None:
-        """UserError for a first loss that is not finite, and on a GPU for one of new weights far from that of equal probabilities:
-        all that followed would be worth nothing."""
+        """UserError for a first loss that is not finite; on a GPU also for one far from ln(vocabulary), that of uniform
+        predictions, with newly initialized weights: that is the sign of a broken kernel."""
         model, on_gpu = self.config.model, self.meta["machine"]["device"] == "cuda"
-        new = on_gpu and not self.config.train.init_from and models.begins_uniform(model)
-        usual = log(model.vocab_size)
-        far = LOSS_SHARE * usual + LOSS_SPREAD * model.d_model
-        if isfinite(loss) and (not new or abs(loss - usual) <= far or environ.get("BARELLM_SELF_CHECK") == "0"):
+        fresh = on_gpu and not self.config.train.init_from and models.begins_uniform(model)
+        uniform_loss = log(model.vocab_size)
+        tolerance = LOSS_SHARE * uniform_loss + LOSS_SPREAD * model.d_model
+        if isfinite(loss) and (not fresh or abs(loss - uniform_loss) <= tolerance or environ.get("BARELLM_SELF_CHECK") == "0"):
             return
-        wanted = f"about {usual:.2f}, the ln of {model.vocab_size:,} ids, with new weights" if new else "a finite number"
+        wanted = f"about {uniform_loss:.2f}, the ln of {model.vocab_size:,} ids, with new weights" if fresh else "a finite number"
         advice = "check the kernels with `barellm doctor --gpu`, or use --device cpu" if on_gpu else "are the weights finite?"
         raise UserError(f"the first loss is {loss:.4g}, expected {wanted}: {advice}")
 
     def _update(self, plan: StepPlan, loss: float) -> tuple[float, str]:
-        """Runs the programs that end a step. Gives the norm of the gradient, which the first of them finds, and why the others did
-        not run, or ""."""
+        """Run the programs that end a step; returns the gradient norm (from the first), and why the others were skipped, or ""."""
         (first, scalars), *others = plan.updates
         self.saving.before(first)
         self.session.run(first, **scalars)
@@ -245,6 +247,7 @@ class Loop:
         return (self.batch_rampup.before(total) - self.batch_rampup.before(step)) * self._micro_s + (total - step) * self._pauses_s
 
     def _report(self, loss: float, norm: float, plan: StepPlan, spike: str) -> None:
+        """Record the step's metrics, show progress, and end the run after NOT_FINITE_LIMIT non-finite steps in a row."""
         step, total, train = self.progress.step, self.progress.total, self.config.train
         rate = train.micro_batch_size * plan.seq / self._micro_s
         finite = isfinite(loss) and isfinite(norm)
@@ -259,11 +262,11 @@ class Loop:
         if self.console.due():
             flops = self.flops_per_step / train.gradient_accumulation_steps
             share = f"  {flops / self._micro_s / self.peak:.0%} MFU" if self.peak else ""
-            left = "" if total is None else f"  {duration(self._left_s(total))} left"
-            of = "?" if total is None else total
+            time_left = "" if total is None else f"  {duration(self._left_s(total))} left"
+            total_text = "?" if total is None else total
             # What matters most comes first: a narrow terminal cuts the end.
             numbers = f"loss {loss:.4f}  {short(rate)} tok/s{share}  grad norm {norm:.2f}  {report.rates(plan.rates)}"
-            self.console.progress(f"step {step:>5}/{of}{left}  {numbers}")
+            self.console.progress(f"step {step:>5}/{total_text}{time_left}  {numbers}")
         if spike:
             self.console.line(f"step {step:>5}  skipped: {spike} ({self.spikes.skipped:,} skipped so far)")
         self._estimate()
@@ -274,7 +277,7 @@ class Loop:
             self._diverged(loss, norm)
 
     def _estimate(self) -> None:
-        """Says once, as soon as the speed is known, how long the run takes."""
+        """Print once, as soon as the speed is known, how long the run takes."""
         if self._stepped != ESTIMATE_STEPS or self.progress.total is None:
             return
         seconds = self._left_s(self.progress.total)
@@ -285,21 +288,21 @@ class Loop:
                 self.console.line(report.months_warning(f"at {speed} this run takes {in_words(seconds)}"))
 
     def _diverged(self, loss: float, norm: float) -> NoReturn:
-        """Ends the run with one line. The weights are saved first, as the last update that was not skipped left them, unless that
-        update was what broke them. They may be bad already, so all earlier checkpoints stay, and the line names the newest."""
+        """End a diverged run with a UserError. First save the weights of the last finite step, unless its update broke them. All
+        earlier checkpoints are kept, and the message names the newest."""
         step, point = self.progress.step, self._changed
         assert point is not None
         if point.step and first(self.ranks, self._weights_are_finite()):
             self.saving.now_or_warn(replace(point, keep=ALL))
         self.saving.wait()
         target = checkpoint.step_folder(self.saving.folder, point.step)
-        held = f"; {target} holds the last weights that were finite" if target.is_dir() else ""
+        hint = f"; {target} holds the last weights that were finite" if target.is_dir() else ""
         if earlier := [path for path in checkpoint.steps(self.saving.folder) if path != target]:
-            held += f"; the checkpoint before that is {earlier[0]}" if held else f"; {earlier[0]} is the last checkpoint"
+            hint += f"; the checkpoint before that is {earlier[0]}" if hint else f"; {earlier[0]} is the last checkpoint"
         raise UserError(
             f"loss or gradient norm was not finite for {NOT_FINITE_LIMIT} steps up to step {step} (loss {loss}, "
             f"norm {norm}): restart with a lower learning rate, {report.lower_rates(self.config.optim)}"
-            f"{' or a longer --optim.warmup' if isinstance(self.training_schedule, ConstantSchedule) else ''}{held}"
+            f"{' or a longer --optim.warmup' if isinstance(self.training_schedule, ConstantSchedule) else ''}{hint}"
         )
 
     def _weights_are_finite(self) -> bool:
@@ -320,7 +323,7 @@ class Loop:
             self.console.line(f"warning: metrics wait in memory: {self.metrics.problem}")
 
     def _choose_total(self) -> None:
-        """Choose the number of steps of a run with `minutes`, once, from the speed seen so far; checkpoints keep it."""
+        """Choose the number of steps of a run limited by `minutes`, once, from the speed so far; checkpoints keep it."""
         if self.progress.total is not None:
             return
         self.progress.total = first(self.ranks, self._total_in_time())
@@ -333,11 +336,11 @@ class Loop:
             self.console.line(report.warmup_warning(self.config, total))
 
     def _total_in_time(self) -> int | None:
-        """The number of steps that fit; None as long as too little of the speed was seen."""
+        """The number of steps that fit into the time; None until the speed is known well enough."""
         train, progress = self.config.train, self.progress
         budget = 60 * train.minutes * (1 - FINAL_SHARE)
-        wait = min(CALIBRATION_S, CALIBRATION_SHARE * budget)
-        enough = self._stepped > CALIBRATION_STEPS and self._stepping_s >= wait
+        calibration_s = min(CALIBRATION_S, CALIBRATION_SHARE * budget)
+        enough = self._stepped > CALIBRATION_STEPS and self._stepping_s >= calibration_s
         if not enough and progress.step != train.steps:
             return None
         return steps_in_time(
@@ -348,15 +351,14 @@ class Loop:
     # --- between steps ---
 
     def _after_step(self, step: int) -> None:
-        """Evaluation and samples that are due at this step; made again after a resume, never recorded twice. It may end the run
-        here (early stopping)."""
+        """Evaluations and samples due at this step (repeated after a resume, recorded once). May end the run (early stopping)."""
         train, last = self.config.train, step == self.progress.total
         if last or self.stop:
             return  # the final report looks closer
         if train.eval_every and step % train.eval_every == 0:
             begin = time.perf_counter()
-            tell = self.console.evaluating(self.evaluator.windows.windows)
-            result = self.evaluator.run(self.session, stop=lambda: bool(self.stop), report=tell)
+            report_progress = self.console.evaluating(self.evaluator.windows.windows)
+            result = self.evaluator.run(self.session, stop=lambda: bool(self.stop), report=report_progress)
             if result is None:
                 return
             seconds = time.perf_counter() - begin
@@ -379,32 +381,32 @@ class Loop:
         self.console.line(f"step {step:>5}  validation {result.nats:.4f} nats per token{per_byte}")
 
     def _evaluated(self, step: int) -> bool:
-        """Keeps the best checkpoint, and ends the run where its validation loss has not become lower for long: whether it does.
-        Rank 0 knows all evaluations, also those before a resume."""
+        """Save the best checkpoint, and return whether early stopping ends the run: the validation loss has not improved for
+        `early_stopping` evaluations. Only rank 0 has all evaluations, also those before a resume."""
         train = self.config.train
         losses = [row["val_nats"] for row in self.metrics.rows if row["kind"] == "eval"]
-        since = len(losses) - 1 - losses.index(min(losses))
-        if train.keep_best and first(self.ranks, since) == 0 and not self._not_finite:
+        stale = len(losses) - 1 - losses.index(min(losses))
+        if train.keep_best and first(self.ranks, stale) == 0 and not self._not_finite:
             self.saving.best(self.point())
-        if not train.early_stopping or first(self.ranks, since) < train.early_stopping:
+        if not train.early_stopping or first(self.ranks, stale) < train.early_stopping:
             return False
-        self.console.line(f"step {step:>5}  early stopping: {since} evaluations without a lower validation loss")
+        self.console.line(f"step {step:>5}  early stopping: {stale} evaluations without a lower validation loss")
         self.progress.total = step
         self.saving.last(self.point())
         return True
 
     def try_hellaswag(self, step: int) -> bool:
-        """Try the model on HellaSwag, if the run shall. False if it was stopped meanwhile."""
+        """Evaluate on HellaSwag if the run asks for it. False if stopped meanwhile."""
         if self.hellaswag is None:
             return True
         begin = time.perf_counter()
-        found = self.hellaswag()
-        if found is None:
+        scores = self.hellaswag()
+        if scores is None:
             return False
         self._tried_s = (time.perf_counter() - begin) / max(1, self.config.train.hellaswag_every)
-        self.record({"kind": "hellaswag", "step": step, **found.summary()})
-        shares = f"acc {found.acc:.4f}, acc_norm {found.acc_norm:.4f}"
-        self.console.line(f"step {step:>5}  HellaSwag {shares} ({found.total:,} examples)")
+        self.record({"kind": "hellaswag", "step": step, **scores.summary()})
+        shares = f"acc {scores.acc:.4f}, acc_norm {scores.acc_norm:.4f}"
+        self.console.line(f"step {step:>5}  HellaSwag {shares} ({scores.total:,} examples)")
         return True
 
     def record_sample(self, step: int, text: str, *, show: bool = True) -> None:
@@ -419,8 +421,7 @@ class Loop:
     # --- checkpoints ---
 
     def point(self) -> Point:
-        """The last complete step, as a checkpoint needs it. The newest `train.save_total_limit` checkpoints stay, or all while
-        the loss or the gradient norm is not finite."""
+        """The last complete step for a checkpoint. The newest `save_total_limit` stay, or all while loss or norm is not finite."""
         train, progress = self.config.train, self.progress
         meta = {
             **self.meta, "total_steps": progress.total, "samples": self.batch_rampup.before(progress.step) * train.micro_batch_size,
@@ -429,13 +430,13 @@ class Loop:
         }  # fmt: skip
         if self.spikes.active:
             meta["spikes"] = self.spikes.state()
-        going_on = progress.step != progress.total
-        adds = going_on and self.training_schedule.step(progress.step, progress.total).adds
-        return Point(progress.step, meta, ALL if self._not_finite else train.save_total_limit, adds)
+        unfinished = progress.step != progress.total
+        keeps_gradients = unfinished and self.training_schedule.step(progress.step, progress.total).adds
+        return Point(progress.step, meta, ALL if self._not_finite else train.save_total_limit, keeps_gradients)
 
     def _save_if_due(self) -> None:
-        """While the loss or the norm is not finite no checkpoint is made: it could push out a good one. A run that stops saves its
-        last step, here or in the thread of its grace period."""
+        """Begin a due checkpoint. None is made while the loss or norm is not finite, as it could replace a good one. A stopping run
+        saves its last step elsewhere (`saving.last`, or the grace period's thread)."""
         train, step = self.config.train, self.progress.step
         with self.saving.changing:
             self.saving.report()

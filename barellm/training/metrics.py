@@ -11,7 +11,7 @@ from barellm.jsontext import loads
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; a line that a kill cut short, and what follows it, is dropped. UserError for a row without kind or step."""
+    """All complete rows; a line truncated by a kill ends the list. UserError for a row without kind or step."""
     rows: list[dict[str, Any]] = []
     if path.exists():
         for line in path.read_bytes().splitlines(keepends=True):
@@ -28,13 +28,13 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def truncate(path: Path, *, step: int) -> list[dict[str, Any]]:
-    """Keep what was known when the checkpoint of `step` was written: rows that a step itself wrote up to it, evaluations and
-    samples before it (they come after the save, and are made again). Returns the rows kept."""
+    """Drop the rows after the checkpoint of `step`: keep training rows up to it, and evaluations and samples before it (those at
+    `step` come after the save and are repeated). Returns the rows kept."""
     rows = read(path)
     kept = [
-        r
-        for r in rows
-        if "step" in r and (r["step"] < step or (r["step"] == step and r["kind"] in ("train", "exponent_stats", "ranges")))
+        row
+        for row in rows
+        if "step" in row and (row["step"] < step or (row["step"] == step and row["kind"] in ("train", "exponent_stats", "ranges")))
     ]
     storage.replace_file(path, b"".join(_line(row) for row in kept))
     return kept
@@ -57,6 +57,7 @@ class Metrics:
         self._waiting = b""
 
     def add(self, row: dict[str, Any]) -> None:
+        """Append a row; if the disk is full it waits in memory for the next attempt."""
         self.rows.append(row)
         self._waiting += _line(row)
         try:

@@ -28,18 +28,18 @@ class Output:
         self.config, self.data = run.config, run.data
 
     def metrics(self, step: int) -> metrics.Metrics:
-        """The resolved configuration is saved, and the metrics are those up to `step`, from which the run goes on."""
+        """Save the resolved configuration, and open metrics.jsonl with the rows up to `step`, where the run resumes."""
         resolved = json.dumps(overrides.to_json(self.config) | {"device": self.compiled.device}, indent=2) + "\n"
         storage.replace_file(self.folder / "config.json", resolved.encode())  # first: with it alone --resume works
-        log, rows = self.folder / "metrics.jsonl", []
+        path, rows = self.folder / "metrics.jsonl", []
         if self.run.start is None:
-            storage.replace_file(log, b"")
+            storage.replace_file(path, b"")
         else:
-            rows = metrics.truncate(log, step=step)
-        found = exponent_stats.file_of(self.folder)
-        if found.exists():  # of the run that goes on, or of one that ended before its first checkpoint
-            metrics.truncate(found, step=step)
-        return metrics.Metrics(log, rows=rows)
+            rows = metrics.truncate(path, step=step)
+        stats_file = exponent_stats.file_of(self.folder)
+        if stats_file.exists():  # of the run that goes on, or of one that ended before its first checkpoint
+            metrics.truncate(stats_file, step=step)
+        return metrics.Metrics(path, rows=rows)
 
     def tracking(self, step: int) -> Tracking:
         names, config = trackers.chosen(self.config.train.track), overrides.flat(self.config)
@@ -56,6 +56,7 @@ class Output:
         return lambda: task.run(scorer, stop=lambda: bool(stop), report=tell(len(task.texts)))
 
     def samples(self, decoder: decode.Decoder, stop: stopping.Stopping, *, count: int, tokens: int, seed: int) -> list[str]:
+        """Generate `count` sample texts, reproducible by `seed` and the run's own; [] if stopped, or without a text vocabulary."""
         if self.data.byte_lengths is None:  # shards of a vocabulary that is not here: ids, but no text
             return []
         tokenizer, prompt = self.data.tokenizer, self.data.prompt
@@ -80,7 +81,7 @@ class Output:
         return self.samples(decoder, stop, count=count, tokens=min(inputs.FINAL_SAMPLE_TOKENS, tokens // count), seed=step)
 
     def close(self, loop: Loop, result: validation.Result, texts: list[str], elapsed: Callable[[], float]) -> None:
-        """Samples, curve and the last row, on the screen and in the files."""
+        """Write the final samples, result row and curve, and print the closing report."""
         say, step = self.run.console.line, loop.progress.step
         # Of the texts that are not one piece again and again, where there are such.
         shown = sorted(range(len(texts)), key=lambda i: repetitive(texts[i]))[:FINAL_SHOWN]
@@ -103,6 +104,7 @@ class Output:
             say(line)
 
     def _result(self, loop: Loop, result: validation.Result, texts: list[str], *, seconds: float) -> dict[str, Any]:
+        """The result row of metrics.jsonl: final losses, speed and sizes."""
         final: dict[str, Any] = {
             "kind": "result", "step": loop.progress.step, "preset": self.config.preset, "val_nats": result.nats,
             "val_bits_per_byte": result.bits_per_byte, "val_bytes": result.bytes,

@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 def header(compiled: CompiledModel, data: sources.Dataset, folder: Path) -> list[str]:
-    """A few lines that say what is trained, on what, with what, and where it goes. config.json has every setting."""
+    """The lines printed before a run: model, data, machine, batch and output folder. config.json has every setting."""
     config, found = compiled.config, compiled.meta()
     model, train = config.model, config.train
     units = f"{found['threads']} threads" if "threads" in found else found["processor"]
@@ -51,7 +51,7 @@ def header(compiled: CompiledModel, data: sources.Dataset, folder: Path) -> list
 
 
 def _adapter(compiled: CompiledModel) -> list[str]:
-    """What is trained where other weights are frozen."""
+    """The header line about the adapter or the trained subset of parameters; [] if all weights are trained."""
     adapter = compiled.config.adapter
     if not adapter.active:
         return []
@@ -65,7 +65,7 @@ def _adapter(compiled: CompiledModel) -> list[str]:
 
 
 def _rates(config: Config) -> str:
-    """The highest learning rates, and their schedule."""
+    """The peak learning rates and their schedule in words."""
     optim, highest = config.optim, config.optim.rates(lambda high, low: high)
     words = f"{optim.lr:.4g}"
     if optim.has_muon:
@@ -79,7 +79,6 @@ def _rates(config: Config) -> str:
 
 
 def rates(found: Mapping[str, float]) -> str:
-    """The learning rates of a step, short."""
     muon = f"  muon_lr {found['muon_lr']:.1e}" if "muon_lr" in found else ""
     return f"lr {found['lr']:.1e}{muon}"
 
@@ -96,7 +95,7 @@ def lower_rates(optim: OptimConfig) -> str:
 
 
 def _roofline(compiled: CompiledModel) -> list[str]:
-    """The time of a step's matmuls at the peak of this machine, an estimate, from which MFU is a share."""
+    """The header lines about a step's time at the machine's peak, which is MFU's reference."""
     flops, peak = compiled.flops_per_step, compiled.peak()
     if not peak.value:
         return [f"         {flops / 1e9:,.2f} GFLOP a step"]
@@ -110,8 +109,8 @@ def _roofline(compiled: CompiledModel) -> list[str]:
 def intentions(
     config: Config, epoch_tokens: int, *, batch_rampup: BatchRampup, done: int, total: int | None, bound_s: float
 ) -> list[str]:
-    """How much is to be trained, and what cannot be meant. `epoch_tokens`: those of one pass over the data. `total` None: the
-    number of steps follows from `minutes`; `bound_s`: the roofline of a step, 0 where nobody measured."""
+    """The budget lines: steps, tokens, epochs, least time, and warnings about settings that can hardly be meant. `epoch_tokens`:
+    tokens of one pass over the data. `total` None: `minutes` decides. `bound_s`: roofline seconds of a step, 0 if unmeasured."""
     train, optim = config.train, config.optim
     if total is None:
         most = f", at most {train.steps:,}" if train.steps else ""
@@ -121,10 +120,12 @@ def intentions(
     epochs = "" if train.overfit else f", {tokens / max(1, epoch_tokens):.3g} epochs"
     least = (batch_rampup.before(total) - batch_rampup.before(done)) / train.gradient_accumulation_steps * bound_s
     time = f"; {in_words(least)} at the roofline" if least >= 1 else ""
-    many = f"{train.overfit:,} micro-batches" if train.overfit > 1 else "micro-batch"
-    lines = [f"overfit  the first {many} again and again: the loss should go to 0"] if train.overfit else []
-    if train.overfit > (there := -(-epoch_tokens // (train.micro_batch_size * train.seq))):
-        lines.append(f"warning: train.overfit is {train.overfit}, and the text has {there:,} micro-batches: this is all of them")
+    batches = f"{train.overfit:,} micro-batches" if train.overfit > 1 else "micro-batch"
+    lines = [f"overfit  the first {batches} again and again: the loss should go to 0"] if train.overfit else []
+    if train.overfit > (available := -(-epoch_tokens // (train.micro_batch_size * train.seq))):
+        lines.append(
+            f"warning: train.overfit is {train.overfit}, and the text has {available:,} micro-batches: this is all of them"
+        )
     steps = f"{total - done:,} step{'s' * (total - done != 1)}"
     lines += [f"budget   {steps}, {short(tokens)} tokens{epochs}{time}"]
     if train.batch_rampup_from:
@@ -154,12 +155,11 @@ def months_warning(words: str) -> str:
 
 
 def perplexity(nats: float) -> str:
-    """e to the loss, short."""
     return f"{exp(min(nats, 700)):,.4g}"
 
 
 def packing(packed: examples.Packed) -> list[str]:
-    """Sequence packing: how examples fill their rows, and which of them do not."""
+    """Lines about sequence packing: efficiency, and truncated or dropped examples."""
     held = sum(last - first for row in packed.rows for first, last in row)
     share = held / (len(packed.rows) * (packed.seq + 1))
     kept = sum(map(len, packed.rows))
@@ -183,8 +183,7 @@ def few_windows(windows: int, seq: int, key: str) -> str:
 
 
 def closing(result: dict[str, Any], folder: Path, config: Config, *, answers: bool = False) -> list[str]:
-    """The end of a run in plain lines: how good, how long, what lies where, and what to type next. `answers`: it was trained
-    on prompts and their answers."""
+    """The report at the end of a run: loss, time, files, and commands to try next. `answers`: it was fine-tuned on examples."""
     nats, bits = result["val_nats"], result["val_bits_per_byte"]
     loss = f"{nats:.4f} nats per token (perplexity {perplexity(nats)})"
     lines = ["", f"done     {result['steps']:,} steps in {duration(result['seconds'])}, {result['tokens_per_s']:,.0f} tokens/s"]

@@ -32,9 +32,8 @@ class Start:
 def resume_from(
     out: Path, *, preset: str | None, requested: Callable[[Config], Mapping[str, Any]], console: Console
 ) -> tuple[Config, Mapping[str, Any], Start | None]:
-    """The configuration of the run in `out`, what of it the command line changes, and its newest checkpoint that verifies: None
-    where it ended before its first one. `requested`: what the command line asks for. UserError where that is another run:
-    only FREE_KEYS may change (`train.steps` and `optim.decay_fraction` change the rest of the schedule)."""
+    """(configuration of the run in `out`, changes that the command line makes, its newest valid checkpoint or None if there is none
+    yet). `requested(config)`: the command line's keys. UserError if they mean another run: only FREE_KEYS may change."""
     path, meta = out / "config.json", None
     if path.is_file() and not checkpoint.steps(out / "checkpoints"):
         console.line(f"{out} has no checkpoint yet: starting again from step 0")

@@ -48,6 +48,7 @@ class Run(Inputs):
         self, config: Config, *, start: Start | None, weights: Weights | None, device: str, console: Console, started: float,
         requested: bool = True, listen: Callable[[dict[str, Any]], bool] | None = None, ranks: Ranks = ALONE,
     ) -> None:  # fmt: skip
+        """Check the configuration for contradictions before anything slow, then load the inputs."""
         config.check()
         agreement.check(config, device=device, ranks=ranks)
         trackers.chosen(config.train.track)  # before anything slow begins
@@ -60,13 +61,13 @@ class Run(Inputs):
         super().__init__(config, start=start, tokenizer=tokenizer, requested=requested, console=console, ranks=ranks)
 
     def execute(self, folder: RunFolder) -> int:
-        """Exit status: 0 finished, 130 or 143 stopped by a signal with a checkpoint saved."""
+        """Run the training. Returns the exit status: 0 finished, 130 or 143 stopped by a signal with a checkpoint saved."""
         self.base = self._named_base()
         with ExitStack() as opening:
             with agreement.rank_zero_first(self.ranks):  # what rank 0 compiles, the others find in the cache
-                how: dict[str, Any] = {"positions": self.positions, "scoring": self.scoring, "ranks": self.ranks}
-                how["documents"] = self.data.masked
-                opened = open_model(self.config, device=self.device, **how)
+                options: dict[str, Any] = {"positions": self.positions, "scoring": self.scoring, "ranks": self.ranks}
+                options["documents"] = self.data.masked
+                opened = open_model(self.config, device=self.device, **options)
                 compiled = opening.enter_context(opened)
             self.config = compiled.config
             agreement.check_consistent_across_ranks(self.ranks, self._facts(compiled))
@@ -100,6 +101,7 @@ class Run(Inputs):
         return {"path": str(self.weights.path.resolve()), "hash": self.weights.digest()}
 
     def _train(self, folder: RunFolder, compiled: CompiledModel, stop: Stopping) -> int:
+        """Train with everything opened (metrics, trackers, savers); all is closed in reverse order at the end."""
         output = (Silent if self.ranks.rank else Output)(self, folder.path, compiled)
         progress = self._begin(folder, compiled)
         log = output.metrics(progress.step)
@@ -129,8 +131,8 @@ class Run(Inputs):
                 return 0
             # Without a new step the checkpoint is the one from before, which does not know what this command line changed.
             as_before = self.start is not None and loop.progress.step == self.start.meta["step"]
-            this = f"{folder.path}{models.option(self.config.model)}"
-            again = "the same command" if as_before else f"barellm train --out {this} --resume"
+            run_arg = f"{folder.path}{models.option(self.config.model)}"
+            again = "the same command" if as_before else f"barellm train --out {run_arg} --resume"
             self.console.line(f"stopped after step {loop.progress.step}; resume with: {again}")
             return stop.status
 
@@ -148,7 +150,7 @@ class Run(Inputs):
         )  # fmt: skip
 
     def _begin(self, folder: RunFolder, compiled: CompiledModel) -> Progress:
-        """Weights from the seed, from elsewhere or from the checkpoint; the resolved configuration printed."""
+        """Print the header and set the weights: initialized from the seed, imported, or from the checkpoint."""
         for line in report.header(compiled, self.data, folder.path):
             self.console.line(line)
         if self.start is None:
@@ -167,17 +169,18 @@ class Run(Inputs):
         return Progress(meta["step"], meta["total_steps"], meta["seconds"], tokens)
 
     def _load(self, path: Path, compiled: CompiledModel) -> None:
-        """What a checkpoint has, where each rank keeps its share."""
+        """Load a checkpoint; each rank keeps its shard. Error feedback is redistributed if the number of ranks changed."""
         source: Any = self.stored
         if self.config.optim.powersgd:
             file = path / checkpoint.OPTIMIZER
             source = ErrorFeedbackState(self.stored, compiled.session, self.ranks, file, suffix=f".{powersgd.ERROR}")
             if source.blocks != self.ranks.count:
-                was, now = (f"{n} rank{'s' * (n > 1)}" for n in (source.blocks, self.ranks.count))
-                self.console.line(f"what compression has left out on {was} is added up for {now}")
+                before, after = (f"{n} rank{'s' * (n > 1)}" for n in (source.blocks, self.ranks.count))
+                self.console.line(f"what compression has left out on {before} is added up for {after}")
         checkpoint.load(path, source, optimizer=True)
 
     def _print_intentions(self, compiled: CompiledModel, progress: Progress) -> None:
+        """Print the budget, packing and warnings before the first step."""
         train, peak = self.config.train, compiled.peak().value
         total = progress.total or (None if train.minutes else train.steps)
         bound_s = compiled.flops_per_step / peak if peak else 0.0
@@ -187,15 +190,15 @@ class Run(Inputs):
         )
         # Windows are few because the text is short, or because few were asked for.
         seq = train.eval_seq or train.seq
-        whole = self.data.validation(seq=seq).windows
-        few = whole < report.FEW_WINDOWS
-        windows = whole if few else self.evaluator.windows.windows
+        all_windows = self.data.validation(seq=seq).windows
+        few = all_windows < report.FEW_WINDOWS
+        windows = all_windows if few else self.evaluator.windows.windows
         found.append(report.few_windows(windows, seq, "--data.val_fraction" if few else "--train.eval_tokens"))
         for line in (*filter(None, found), ""):
             self.console.line(line)
 
     def meta(self, compiled: CompiledModel) -> dict[str, Any]:
-        """What each checkpoint's meta.json says, besides how far the run is."""
+        """The content of each checkpoint's meta.json that does not depend on the step."""
         tokenizer = self.data.tokenizer
         names = ("numpy", "llvmlite")
         versions = {"barellm": __version__, "python": platform.python_version()}
@@ -218,7 +221,7 @@ class Run(Inputs):
         }  # fmt: skip
 
     def _finish(self, output: Output, compiled: CompiledModel, loop: Loop, decoder: Decoder, stop: Stopping) -> bool:
-        """The last, longer look: evaluation, samples, curve, and what they come to. False if stopped before the end."""
+        """The final evaluation, samples, curve and report. False if stopped before the end."""
         step = loop.progress.step
         tell = self.console.evaluating(self.final_evaluator.windows.windows)
         result = self.final_evaluator.run(compiled.session, stop=lambda: bool(stop), report=tell)

@@ -38,6 +38,7 @@ class Saving:
         self, folder: Path, session: Session, *, written: Mapping[str, frozenset[str]], shared: bool, threads: int,
         tokenizer: Mapping[str, bytes], console: Console, stop: Stopping, saved: Path | None = None,
     ) -> None:  # fmt: skip
+        """Parameters as in the class's docstring; `saved`: the checkpoint that the run resumed from."""
         self.folder, self.session, self.saved = folder, session, saved
         self.changing = threading.Lock()
         self.last_began = False
@@ -57,7 +58,7 @@ class Saving:
     # --- on the way ---
 
     def begin(self, point: Point) -> None:
-        """Start to save, and return."""
+        """Start a background save. Only what the next update changes is copied, unless a thread may not read the session."""
         self.wait()
         begin = time.perf_counter()
         names = self._names(point)
@@ -76,8 +77,7 @@ class Saving:
             writer.stalled += time.perf_counter() - begin
 
     def report(self) -> None:
-        """Say what became of a save that has ended. A failed one costs only itself: older checkpoints stay, and the training goes
-        on."""
+        """Report a finished background save. A failed one costs only itself: older checkpoints stay, and the training continues."""
         writer = self.writer
         if writer is None or writer.is_alive():
             return
@@ -120,7 +120,7 @@ class Saving:
         self._left.setdefault(line, False)
 
     def best(self, point: Point) -> None:
-        """Save into the folder "best" of the run, in the place of what is there; a full disk costs only this."""
+        """Replace the checkpoint in the run's folder "best"; a full disk costs only this."""
         self.wait()
         folder = self.folder.parent / "best"
         try:
@@ -157,6 +157,7 @@ class Saving:
             self._last(point)
 
     def _last(self, point: Point) -> None:
+        """Save the last step; while the disk is full, retry every FULL_DISK_PAUSE_S up to FULL_DISK_S, or until Ctrl-C."""
         self.wait()
         begin, stopped = time.monotonic(), bool(self._stop)
         while True:
@@ -193,6 +194,7 @@ class SharedSaving(Saving):
         self._shards, self._ranks = shards, ranks
 
     def begin(self, point: Point) -> None:
+        """As `Saving.begin`, with all ranks: if one has no memory for the copies, all save in the foreground."""
         self.wait()
         begin = time.perf_counter()
         shards, snapshot = self._shards.snapshot(self._names(point), threads=self._threads)

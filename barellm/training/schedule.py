@@ -23,6 +23,7 @@ def learning_rate(step: int, *, total: int | None, optim: OptimConfig) -> float:
 
 
 def _scheduled(step: int, high: float, low: float, *, total: int | None, optim: OptimConfig) -> float:
+    """The schedule between the peak rate `high` and the final rate `low`; see `learning_rate`."""
     if step < optim.warmup:
         return high * (step + 1) / (optim.warmup + 1)
     if total is None or optim.schedule == "constant":

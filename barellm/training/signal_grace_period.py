@@ -38,6 +38,7 @@ class SignalGracePeriod:
         self._over.set()
 
     def _watch(self) -> None:
+        """Thread: after SIGTERM, save the last complete step if the loop has not begun its last save within half the period."""
         while self._stop.terminated is None:
             if self._over.wait(POLL_S):
                 return
@@ -51,6 +52,7 @@ class SignalGracePeriod:
             self._save()
 
     def _end(self, end: float) -> None:
+        """Thread: end the process when the period is over, saying which checkpoint is the newest."""
         if not self._over.wait(max(0.0, end - time.monotonic())):
             step, saved = self._loop.progress.step, self._loop.saving.saved
             if saved is None:

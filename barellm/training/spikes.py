@@ -20,8 +20,7 @@ class Detector:
         return {"values": list(self._values), "next": self._next}
 
     def score(self, value: float) -> float | None:
-        """Take a number in, and give its z-score: None for the first WINDOW numbers, and for one that is not finite, which is not
-        taken in."""
+        """Add a value and return its z-score; None for the first WINDOW values, and for non-finite ones, which are not added."""
         if not isfinite(value):
             return None
         if len(self._values) < WINDOW:
@@ -52,7 +51,7 @@ class Spikes:
         return {"skipped": self.skipped} | {name: found.state() for name, found in self._detectors.items()}
 
     def look(self, *, loss: float, norm: float) -> str:
-        """Take a step's numbers in. Says why its update is to be skipped, or "" if it is not; counts it if so."""
+        """Score a step's loss and norm; returns why its update is skipped (and counts that), or ""."""
         values = {"loss": loss, "norm": norm}
         self.scores = {name: found.score(values[name]) for name, found in self._detectors.items()}
         for name, score in self.scores.items():  # the loss first

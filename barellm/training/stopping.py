@@ -49,6 +49,7 @@ class Stopping:
         """Hear what all ranks of the run have been asked, this one included, which has obeyed already where it is alone."""
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler: the first signal asks the loop to stop, the second ends the process at once."""
         if self._requested:
             _say(b"\nbarellm: stopped at once, without a checkpoint of the last steps\n")
             # RuntimeError: the signal came inside a write to the same stream.

@@ -24,8 +24,7 @@ IDENTITY = "tracking.json"  # in the run's folder: its id where trackers keep ru
 
 @dataclass(frozen=True)
 class Subject:
-    """The run that is tracked. It goes on behind `step`, from an earlier session if that is not 0; `id` stays the same over all
-    sessions."""
+    """The tracked run. It continues behind `step` (0: a new run); `id` is the same in all its sessions."""
 
     folder: Path
     project: str

@@ -43,7 +43,7 @@ class ConstantSchedule:
 
 
 def training_schedule(config: Config) -> TrainingSchedule:
-    """The architecture's own, where its runs have stages. UserError for what goes with steps only that are all alike."""
+    """The architecture's schedule if its runs have stages, else a constant one. UserError for settings that need equal steps."""
     found = model_schedule(config)
     if found is None:
         return ConstantSchedule(config)

@@ -177,18 +177,19 @@ class ReduceScatter(Transfer):
         return sums | {f"p{i}": ((-(-t.size // CHUNK),), "fp32") for i, t in enumerate(shares)}
 
     def reference(self, **arrays: Any) -> dict[str, np.ndarray]:
-        ranks, found = self.attrs["ranks"], {}
+        """Exchange messages with the other ranks, then sum in rank order; see the class's docstring for y_i and p_i."""
+        ranks, outputs = self.attrs["ranks"], {}
         owned = [array for name, array in arrays.items() if name.startswith("own")]
         others = [np.empty((ranks.count - 1, array.size), array.dtype) for array in owned]
         sources = [rank for rank in range(ranks.count) if rank != ranks.rank]
         arriving = [(rank, rows[i]) for rows in others for i, rank in enumerate(sources)]
         sent = {name: [np.ascontiguousarray(array)] for name, array in arrays.items()}
         ranks.prepared(self.departing(sent), arriving)()
-        for i, (own, rows) in enumerate(zip(owned, others, strict=True)):
-            total = _sum_in_rank_order(own, rows, ranks.rank)
+        for i, (own_shard, rows) in enumerate(zip(owned, others, strict=True)):
+            total = _sum_in_rank_order(own_shard, rows, ranks.rank)
             squares = np.add.reduceat(total.reshape(-1) ** 2, np.arange(0, total.size, CHUNK))
-            found |= {f"y{i}": total, f"p{i}": squares}
-        return found
+            outputs |= {f"y{i}": total, f"p{i}": squares}
+        return outputs
 
     def flops(self) -> int:
         return sum((self.ranks.count + 1) * t.size for t in self.shares)

@@ -33,7 +33,6 @@ class Convolution(Op):
         return (tuple(rows[::-1]), tuple(columns[::-1])) if self.flip_kernel else (tuple(rows), tuple(columns))
 
     def output_size(self, H: int, W: int, R: int, S: int) -> Pair:
-        """P and Q."""
         sizes = zip((H, W), (R, S), self.stride, self.padding, self.dilation, strict=True)
         P, Q = ((n + 2 * padding - dilation * (taps - 1) - 1) // stride + 1 for n, taps, stride, padding, dilation in sizes)
         return P, Q
@@ -59,8 +58,8 @@ class Convolution(Op):
                 yield r, s, rows[:, None], columns[None, :], rows_in[:, None] & columns_in[None, :]
 
     def check(self, x: tuple[int, ...], w: tuple[int, ...], found: str) -> None:
-        """Raise a ValueError unless images of the shape `x` can be convolved with filters of the shape `w`, with these attributes,
-        by this algorithm; `found` describes both tensors in the message."""
+        """Raise a ValueError unless images of shape `x` can be convolved with filters of shape `w` by these attributes and this
+        algorithm; `found` describes both tensors in the message."""
         name, both = self.name, zip(x[2:], self.padding, strict=True)
         if len(x) != 4 or len(w) != 4 or any(isinstance(n, Dim) for n in x[1:]):
             raise ValueError(f"{name} expects x (N, C, H, W), of which N may be a Dim, and w (K, C / groups, R, S): {found}")
@@ -191,7 +190,6 @@ def phases(offsets: tuple[int, ...], stride: int, size: int) -> list[tuple[int, 
 
 
 def pixels(images: Tensor) -> Pair:
-    """The last two sizes of images or filters."""
     return int(images.shape[2]), int(images.shape[3])
 
 

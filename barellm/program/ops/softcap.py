@@ -87,6 +87,7 @@ class SoftcapCrossEntropy(Op):
         return {"targets": (-1, self.valid_vocab - 1)}
 
     def reference(self, logits, targets, inv_targets, **mtp):
+        """lse once, then the k-th loss from the targets shifted by k (-1 behind the row's end); see the class's docstring."""
         z = capped(logits[..., : self.valid_vocab], cap_of(self))
         lse = log_sum_exp(z)
         sums = []
@@ -94,7 +95,7 @@ class SoftcapCrossEntropy(Op):
             target = ahead(targets, k)
             at_target = np.take_along_axis(z, np.maximum(target, 0)[..., None], -1)[..., 0]
             sums.append(inv_targets * np.where(target >= 0, lse - at_target, 0).sum())
-        total = sum(mtp[MTP[k]] * found for k, found in enumerate(sums))
+        total = sum(mtp[MTP[k]] * loss for k, loss in enumerate(sums))
         return {"loss": np.reshape(total, 1), "next_loss": np.reshape(sums[0], 1), "lse": lse}
 
     def gradient(self, g, loss, next_loss, lse):
@@ -119,6 +120,7 @@ class SoftcapCrossEntropyBackward(Op):
         return {"dlogits": (logits.shape, logits.dtype)}
 
     def reference(self, logits, targets, lse, inv_targets, loss_scale=None, **mtp):
+        """dloss/dz summed over the shifted targets, times dz/dlogits; see the class's docstring."""
         x = logits[..., : self.valid_vocab]
         p = np.exp(capped(x, cap_of(self)) - lse[..., None])
         dz = np.zeros_like(x)

@@ -19,7 +19,8 @@ from barellm.runtime.tuner.harness import Harness, Wrong
 
 
 def serve(connection: Connection, make_harness: Callable[..., Harness]) -> None:
-    """Answer requests for ever: `open` a problem, then `check` and `time` candidates for it."""
+    """Answer requests endlessly: `open` a problem (as `make_harness` does), then `check` and `time` candidates for it. Answers are
+    JSON: `ratios` and `default_s`, or `rejected` with the reason, `poisoned` if the device context is lost."""
     requests: queue.SimpleQueue[tuple[str, tuple[Any, ...], dict[str, Any]]] = queue.SimpleQueue()
 
     def listen() -> None:

@@ -62,6 +62,7 @@ class Database:
             print(f"barellm: warning: tuning ignored: {what}: {why}", file=sys.stderr)
 
     def _read(self) -> dict[str, Entry]:
+        """The usable entries of the file; a damaged file, or one of another code version, is reported to `ignore` and is empty."""
         try:
             text = self.path.read_text()
         except FileNotFoundError:
@@ -86,8 +87,8 @@ class Database:
         return isinstance(entry, dict)
 
     def change(self, new: dict[str, Entry | None]) -> None:
-        """Add or replace entries (None: remove). Those that others wrote meanwhile stay; the file is replaced as a whole.
-        OSError where the folder cannot be written."""
+        """Add or replace entries (None: remove) under a lock, so other processes' entries stay; the file is replaced atomically.
+        OSError if the folder cannot be written."""
         with self._alone():
             self._entries = self._read()
             for key, entry in new.items():

@@ -20,8 +20,9 @@ AGREE = 0.8  # less than the default's time in this share of the rounds, in two 
 
 @dataclass
 class Verdict:
-    """The result for one problem. `best` is the default if nothing is clearly faster. `timed`: what each candidate that was right
-    took in a few rounds, over the default's time: an estimate, from which no winner is made."""
+    """The result for one problem: `best` (the default unless another config is clearly faster), its time `ratio` to the default.
+    `timed`: the ratio of every correct candidate from the screening rounds, an estimate that decides nothing. `rival`: the best
+    config that changes the bits, reported only."""
 
     problem: Any  # `operation`, `dtype`, `sizes` by name, `flops`
     default: Any
@@ -34,6 +35,7 @@ class Verdict:
     rival: tuple[str, float] | None = None  # faster than the best, but has other bits; its time over the default's
 
     def to_json(self) -> dict[str, Any]:
+        """The verdict as an object for `tune --json`; `rejected` and `timed` list candidates by name."""
         w = self.problem
         return {
             "operation": w.operation, "dtype": w.dtype, **w.sizes,
@@ -51,7 +53,7 @@ class Verdict:
 
 
 class Tuner:
-    """What a backend brings: which candidates there are, the child that runs them, and where winners are kept."""
+    """A backend's part of the tuner: its candidates, the child process that runs them, and where winners are kept."""
 
     database: Database
     machine: str  # where its timings hold: a part of every key
@@ -74,8 +76,9 @@ class Tuner:
         return entry
 
     def tune(self, problems: Iterable[Any], *, seconds: float, each: Callable[[Verdict], None]) -> list[Verdict]:
-        """Tune one problem after the other and keep each result at once: an interrupt loses only the one in progress. After
-        `seconds` none is begun, and the one in progress tries nothing more."""
+        """Tune problems one by one, saving each verdict at once, so an interrupt loses only the one in progress. After `seconds`
+        none is begun (but for the first), and the one in progress tries no further candidates. `each` is called with each
+        verdict."""
         end, worker, verdicts = time.monotonic() + seconds, self.worker(), []
         try:
             for problem in problems:
@@ -87,7 +90,8 @@ class Tuner:
                         worker, problem, others, default,
                         refined=lambda best, at=problem: self.refined(at, best), rivals=self.rivals(problem), end=end,
                     )  # fmt: skip
-                except Lost as why:  # with the default: the problem stays as it is
+                # The default itself crashed or hung: keep it, go on (`open` starts a new child)
+                except Lost as why:
                     worker.close()
                     reasons = [(str(default), str(why))]
                     verdict = Verdict(problem, default.config, default.config, 1.0, 0.0, 0, reasons)
@@ -103,8 +107,10 @@ def decide(
     worker: Worker, problem: Any, candidates: Sequence[Candidate], default: Candidate, *,
     refined: Callable[[Candidate], list[Candidate]] = lambda best: [], rivals: Sequence[Candidate] = (), end: float = math.inf,
 ) -> Verdict:  # fmt: skip
-    """Check every candidate, time those that are right, and choose. `default` is the one to beat. None is begun after `end`, a
-    time of the monotonic clock."""
+    """Choose the fastest configuration for a problem. Every candidate is checked and screened in SCREEN rounds against `default`;
+    then `refined(best)` gives variants of the fastest one to screen, too. The fastest FINALISTS are timed in FINAL rounds, and the
+    winner must win such a contest twice. `rivals` change the bits: they are timed, never kept. None is begun after `end` (monotonic
+    clock)."""
     worker.open(problem)
     rejected: dict[Candidate, str] = {}
     default_s: list[float] = []
@@ -112,18 +118,19 @@ def decide(
     tried = 0
 
     def contest(contestants: list[Any], rounds: int) -> dict[Any, list[float]]:
-        """Ratios to the default's time by round. A child that is lost while it times takes the blame for all of them."""
+        """Time ratios to the default, one per round, by contestant. If the child is lost, all contestants count as rejected."""
         try:
-            found, seconds = worker.time(contestants, rounds)
+            ratios, seconds = worker.time(contestants, rounds)
         except Lost as why:
             rejected.update(dict.fromkeys(contestants, f"while it was timed: {why}"))
             return {}
         default_s.append(seconds)
-        return dict(zip(contestants, found, strict=True))
+        return dict(zip(contestants, ratios, strict=True))
 
     def screen(candidates: Iterable[Candidate]) -> dict[Any, float]:
+        """Check and briefly time candidates: {candidate: median ratio} of those faster than the default."""
         nonlocal tried
-        found: dict[Any, float] = {}
+        ratios_of: dict[Any, float] = {}
         for candidate in candidates:
             if time.monotonic() > end:
                 break
@@ -132,12 +139,12 @@ def decide(
             if reason:
                 rejected[candidate] = reason
             else:
-                found |= {c: median(ratios) for c, ratios in contest([candidate], SCREEN).items()}
-        timed.update(found)
-        return {c: ratio for c, ratio in found.items() if ratio < 1.0}
+                ratios_of |= {c: median(ratios) for c, ratios in contest([candidate], SCREEN).items()}
+        timed.update(ratios_of)
+        return {c: r for c, r in ratios_of.items() if r < 1.0}
 
     def fastest_of(faster: dict[Any, float], than: float) -> tuple[Any, float] | None:
-        """The one that is clearly faster than this share of the default's time, with its own."""
+        """The candidate that is clearly faster than `than` times the default, with its ratio; None if there is none."""
         first = contest(best, FINAL) if (best := sorted(faster, key=lambda c: faster[c])[:FINALISTS]) else {}
         if not first:
             return None
@@ -174,8 +181,8 @@ class Trial:
 
 
 def self_test(worker: Worker, problem: Any, default: Candidate, right: Candidate, faults: Iterable[tuple[str, str]]) -> list[Trial]:
-    """Faulty kernels go through the same child, checks and decision as real candidates. `faults`: (name, words of the reason that
-    it must be rejected for); `right`: a candidate that must not be."""
+    """Check the tuner itself: faulty kernels go through the same child, checks and decision as real candidates. `faults`: (name,
+    words that the reason of its rejection must have); `right`: a correct candidate, which must not be rejected."""
     faulty = {Candidate(default.config, name): words for name, words in faults}
     try:
         verdict = decide(worker, problem, [*faulty, right], default)

@@ -56,7 +56,8 @@ class Harness:
         self.prepare(self.default, 1)
 
     def check(self, candidate: Candidate) -> None:
-        """Run the candidate at every size. Raises Wrong if a value or a bit is wrong, or a byte elsewhere has changed."""
+        """Run the candidate at every size. Raises Wrong if it is wrong, differs in a bit from the default (unless `other_bits`), or
+        changes memory outside its results."""
         loaded = self.load(candidate)
         try:
             for run in self.runs:
@@ -73,18 +74,18 @@ class Harness:
         self.checked[str(candidate)] = loaded
 
     def time(self, candidates: list[Candidate], rounds: int) -> list[list[float]]:
-        """The ratios of the time of each checked candidate to that of the default, one for each round. Rounds are interleaved, in
-        alternating order."""
-        everyone = [self.default, *(self.checked[str(c)] for c in candidates)]
+        """Time ratios of checked candidates to the default, one per round. Rounds are interleaved, alternating against drift."""
+        loaded_kernels = [self.default, *(self.checked[str(c)] for c in candidates)]
         self.prepare(self.default, 1)
-        once = max(self.repeat(self.default, 1), 1e-9)
-        calls = max(1, min(self.max_calls, round(REPETITION_SECONDS / once)))
-        for loaded in everyone:
+        call_s = max(self.repeat(self.default, 1), 1e-9)
+        # Long enough for the clock, within `max_calls` (whose memory is prepared)
+        calls = max(1, min(self.max_calls, round(REPETITION_SECONDS / call_s)))
+        for loaded in loaded_kernels:
             self.prepare(loaded, calls)
-        samples = np.zeros((rounds, len(everyone)))
+        samples = np.zeros((rounds, len(loaded_kernels)))
         for r in range(rounds):
-            for i in range(len(everyone))[:: -1 if r % 2 else 1]:
-                samples[r, i] = self.repeat(everyone[i], calls)
+            for i in range(len(loaded_kernels))[:: -1 if r % 2 else 1]:
+                samples[r, i] = self.repeat(loaded_kernels[i], calls)
         self.seconds = float(median(samples[:, 0]))
         return (samples[:, 1:] / samples[:, :1]).T.tolist()
 
@@ -103,8 +104,9 @@ def sample_indices(count: int, most: int) -> np.ndarray:
 def gemm_reference(
     left: np.ndarray, right: np.ndarray, epilogues: Iterable[str], operand: Callable[[str], np.ndarray], slope_error: float
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:  # fmt: skip
-    """(float64 values, bound of the error before rounding) of "out" = epilogues(left @ right), and of "pre", what an activation is
-    applied to. `operand(epilogue)`: what it adds, or applies its slope at; `slope_error`: relative, of the slope's."""
+    """Float64 reference of a GEMM with epilogues: {name: (values, error bound before rounding)} of "out", and of "pre", an
+    activation's input. `operand(epilogue)`: the tensor it adds, or at which it takes the activation's slope; `slope_error`:
+    relative error of the slope."""
     left, right = left.astype(np.float64), right.astype(np.float64)
     x, results = left @ right, {}
     # One chain of fp32 additions: errors walk at random over the partial sums.
@@ -123,19 +125,20 @@ def gemm_reference(
 def compare(
     name: str, found: np.ndarray, want: np.ndarray, bound: np.ndarray, at: tuple[np.ndarray, np.ndarray], run: Any
 ) -> float:
-    """The largest error over its bound of values at these rows and columns. Wrong where it is above 1; the reason names the first
-    wrong tile, and how many times its bound the largest error is: 1.3 looks like a bound that is too small, 1000 like a fault."""
+    """Compare results at the given rows and columns (`at`) with the reference `want`: returns the largest error over its bound.
+    Raises Wrong above 1, naming the first wrong tile and the factor: 1.3 looks like too small a bound, 1000 like a fault."""
     values = found.astype(np.float64)
     (half_ulp,) = (f.half_ulp for f in FORMATS.values() if f.kind == "float" and numpy_dtype(f.name) == found.dtype)
+    # Rounding of the result to its dtype, and of the fp32 epilogue
     bound = bound + 1.1 * half_ulp * (np.abs(want) + bound) + 16 * EPS * np.abs(want)
     with np.errstate(invalid="ignore"):
-        times = np.nan_to_num(np.abs(values - want) / bound, nan=np.inf)
-    bad = times > 1
+        error_ratio = np.nan_to_num(np.abs(values - want) / bound, nan=np.inf)
+    bad = error_ratio > 1
     if bad.any():
         r, c = (int(i) for i in np.argwhere(bad)[0])
         row, column = int(at[0][r]), int(at[1][c])
         where = f"{name}[{row}, {column}] is {values[r, c]:.6g}, expected {want[r, c]:.6g}"
         tile = f"first in tile ({row // TILE}, {column // TILE}) of {TILE} x {TILE}"
-        many = f"{int(bad.sum())} of {bad.size} looked at, by up to {times.max():.3g} times the bound"
-        raise Wrong(f"wrong values ({run}): {where}; {many}; {tile}")
-    return float(times.max())
+        extent = f"{int(bad.sum())} of {bad.size} looked at, by up to {error_ratio.max():.3g} times the bound"
+        raise Wrong(f"wrong values ({run}): {where}; {extent}; {tile}")
+    return float(error_ratio.max())

@@ -35,7 +35,7 @@ class Worker:
         self.problem = problem
 
     def check(self, candidate: Any) -> str:
-        """Why the candidate is rejected, or ""."""
+        """Have the child run and verify a candidate; returns why it is rejected, or "". A crashed or hung child is replaced."""
         try:
             answer = self.ask("check", candidate)
         except Lost as why:
@@ -49,8 +49,8 @@ class Worker:
         return reason
 
     def time(self, candidates: list[Any], rounds: int) -> tuple[list[list[float]], float]:
-        """The ratios to the default by candidate and round, and the seconds of the default. Only a candidate that was checked is
-        timed: by this child before, or else now. Raises Lost if the child did not come back."""
+        """(time ratios to the default by candidate and round, seconds of the default). Candidates that this child has not checked
+        are checked first. Raises Lost if the child crashed or hung."""
         try:
             for candidate in candidates:
                 if candidate not in self._checked and (reason := self.check(candidate)):
@@ -72,13 +72,13 @@ class Worker:
             self._process = None
 
     def _replace(self) -> None:
-        """A new child, which has checked nothing."""
         problem = self.problem
         self.close()
         if problem is not None:
             self.open(problem)
 
     def _start(self) -> subprocess.Popen[bytes]:
+        """Start the child process, connected by a pipe, with its output in a temporary log."""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the child)
         self._connection, theirs = Pipe()
         # A session of its own: Ctrl-C is for the parent, which then ends the child.
@@ -106,7 +106,6 @@ class Worker:
         return f"its process {how}{self._last()}"
 
     def _last(self) -> str:
-        """The end of what the child has printed."""
         self._log.seek(0)
         lines = [line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
         shown = [line for line in lines if line.startswith("LLVM ERROR")] or lines[-1:]

@@ -34,7 +34,7 @@ SIZES = (64, 128)  # columns of a head
 
 
 def cases(dtype: str, lengths: tuple[int, ...] = LENGTHS, device: str = "cpu", share: int = 1) -> list[AttentionSizes]:
-    """`share` heads of queries have one head of keys and values. UserError where that does not divide the heads."""
+    """The benchmark's shapes; `share` query heads per key-value head. UserError if it does not divide the heads."""
     if share < 1 or any(WIDTH // D % share for D in SIZES):
         counts = " and ".join(str(WIDTH // D) for D in SIZES)
         raise UserError(f"--share is {share}, expected what divides {counts} heads")
@@ -53,7 +53,7 @@ def flops(case: AttentionSizes, what: str) -> int:
 
 
 def programs(case: AttentionSizes) -> dict[str, Program]:
-    """The forward pass alone, as "forward", and with the backward pass for all three operands, as "both"."""
+    """Programs "forward" and "both" (forward and backward pass for q, k and v) of a case."""
     dims = Dim("batch", case["batch"]), Dim("seq", case["seq"])
     C, dtype, kv_heads = case["heads"] * case["D"], case["dtype"], case.get("kv_heads", case["heads"])
     widths = C, kv_heads * case["D"], kv_heads * case["D"]
@@ -75,10 +75,10 @@ def programs(case: AttentionSizes) -> dict[str, Program]:
 
 
 class OurAttention:
-    """Our kernels on normally distributed data. `run("forward")` does the forward pass. `run("both")` also does the backward pass
-    for all three operands."""
+    """Our kernels on normally distributed data: `run("forward")`, or `run("both")` with the backward pass of q, k and v."""
 
     def __init__(self, case: AttentionSizes, device: str = "cpu") -> None:
+        """Open a session for the case with random data, and run each program once."""
         C = case["heads"] * case["D"]
         width = C + 2 * case.get("kv_heads", case["heads"]) * case["D"]
         self.session = devices.open_session(programs(case), device)
@@ -102,8 +102,8 @@ def measure(
     dtype: str, *, torch: bool, rounds: int, report: Callable[[str], None], lengths: tuple[int, ...] = LENGTHS, device: str = "cpu",
     share: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure attention and return one JSON object, with a row for each size, for "forward" and "both". With `torch`, each round
-    has a round of ours and one of PyTorch's, on a GPU one of each of its BACKENDS."""
+    """Benchmark attention; returns JSON with a row per shape for "forward" and "both". With `torch`, PyTorch's attention (on a GPU
+    each of BACKENDS) is interleaved with ours."""
     all_cases, load = cases(dtype, lengths, device, share), os.getloadavg()
     rows: list[dict[str, Any]] = []
     baselines, pytorch = in_checkout("baselines") if torch else None, contextlib.nullcontext()
@@ -115,14 +115,14 @@ def measure(
     with pytorch as baseline, contextlib.closing(open_bench(device)) as bench:
         for i, case in enumerate(all_cases):
             ours = OurAttention(case, device)
-            turns = partial(
+            timed = partial(
                 interleaved.samples, ours.run, baseline, i, rounds=rounds, turn_s=TURN[device], long_s=LONG, pause=_pause,
                 backends=BACKENDS if device == "cuda" and dtype != "fp32" else (),
             )  # fmt: skip
             try:
                 for what in WHATS:
                     peak = bench.peak(dtype)  # near to what is held against it: the machine's speed changes
-                    rows.append(row(case, what, turns(what=what), peak))
+                    rows.append(row(case, what, timed(what=what), peak))
                     report(line(rows[-1]))
             finally:
                 ours.close()
@@ -142,9 +142,8 @@ def _pause() -> None:
 
 
 def row(case: AttentionSizes, what: str, turns: dict[str, list[list[float]]], peak: float) -> dict[str, Any]:
-    """`of_square`: our seconds over what the whole square of scores would take at the peak; below 1, the masked half cannot have
-    been computed. `ratio`: the median over rounds of PyTorch's median over ours. Of several backends of PyTorch's each has one in
-    `ratios`, and what is said of the baseline is said of the fastest."""
+    """A result row. `of_square`: our time over that of the full T x T square at peak; below 1 the masked half was skipped. `ratio`:
+    median over rounds of PyTorch's time over ours, of its fastest backend if there are several (`ratios`)."""
     by_turn = {name: [median(samples) for samples in found] for name, found in turns.items()}
     ours, work = median(by_turn["ours"]), flops(case, what)
     made = case | {

@@ -44,7 +44,7 @@ class Pace:
         return (len(self.times) - 1) / (self.times[-1] - self.times[0]) if len(self.times) > 1 else 0.0
 
     def line(self, nbytes: int, bandwidth: float) -> str:
-        """In words, for weights of `nbytes` bytes on a machine that reads `bandwidth` bytes/s."""
+        """The pace in words, relative to reading `nbytes` of weights per token at `bandwidth` bytes/s."""
         begin = f"first token after {self.first:.3f} s ({self.fed} tokens fed), then {self.tokens_per_s:.1f} tokens/s"
         if self.rows > 1:
             return f"{begin} of {self.rows} texts in a batch"

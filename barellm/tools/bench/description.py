@@ -38,7 +38,7 @@ def description(kind: str, config: Config, device: str = "cpu") -> dict[str, Any
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """The facts that a reader needs about the machine that the numbers are from."""
+    """Facts about the machine that results depend on."""
     described, info = backend(device).describe(), {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():

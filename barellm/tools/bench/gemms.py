@@ -38,8 +38,7 @@ PASSES = {"matmul_dx": "dgrad", "matmul_dw": "wgrad"}  # of ops whose names begi
 
 @dataclass(frozen=True)
 class Gemm:
-    """One matmul with the weight (N, K) of a layer. `op` is its name after fusion, and `mode` how its result is written. `bias`
-    says whether one is added."""
+    """A matmul with a layer's weight (N, K). `op`: its name after fusion; `mode`: how the result is written; `bias`: is added."""
 
     layer: str
     op: str
@@ -51,9 +50,7 @@ class Gemm:
 
 
 def gemms_of(model: ModelConfig, tokens: int, device: str = "cpu", *, compute: str = "bf16", **options: Any) -> list[Gemm]:
-    """The matmuls of each kind of weight that the model's training program multiplies by: forward, input gradient, weight
-    gradient (of the first and of further micro-batches), as the device fuses them. Blocks that are alike count once. `options` are
-    those of `devices.lower`."""
+    """The distinct GEMMs of a training program as the device fuses them: fprop, dgrad, wgrad. `options`: of `devices.lower`."""
     _, programs = build(model, batch=1, seq=min(tokens, model.max_seq), compute=compute, optimizer=lambda p: None)
     lowered = devices.lower({"forward_backward": programs["forward_backward"]}, device, **options).lowered["forward_backward"]
     chunk = chunk_tokens(model.padded_vocab, 2) if device == "cuda" else CLASSIFIER_TOKENS
@@ -86,7 +83,7 @@ def pass_of(op: str) -> str:
 
 
 def append(p: Program, gemm: Gemm, copy: int) -> None:
-    """The matmul's primitive ops, over tensors that keep their places: no two copies share bytes."""
+    """Append the ops of a GEMM on tensors of their own (no two copies share bytes)."""
     N, K, mode = gemm.N, gemm.K, gemm.mode
     sizes = (Dim("batch", 1), Dim("seq", gemm.tokens))
 
@@ -133,6 +130,7 @@ class Timed:
     """A matmul compiled and mapped in as many copies as overflow the caches; `warm()` and `cold()` give seconds of one."""
 
     def __init__(self, gemm: Gemm, dtype: str) -> None:
+        """Compile the GEMM on enough copies of its tensors to overflow the caches."""
         one = Program(Store(), compute=dtype)
         append(one, gemm, 0)
         self.nbytes = sum(t.nbytes for t in one.store.tensors.values())
@@ -152,7 +150,7 @@ class Timed:
         self.warm = self._table(records[:1], turns * copies)
 
     def _table(self, records: np.ndarray, turns: int) -> Callable[[], float]:
-        """A function that walks `records` `turns` times, with a barrier behind each, and gives the seconds of one."""
+        """A function that executes `records` `turns` times with barriers and returns seconds per record."""
         rows, words = len(records) * turns, RECORD_NBYTES // 8
         block = np.zeros((rows + 1) * words, np.int64)
         skip = -block.ctypes.data % RECORD_NBYTES // 8
@@ -175,7 +173,7 @@ class TimedOnGpu:
     """The same as `Timed`, on a GPU. Two programs: the matmul on each of the copies in turn, and on the first of them as often."""
 
     def __init__(self, gemm: Gemm, dtype: str, **options: Any) -> None:
-        """`options`: whose GEMM it is, as `assembly.build.gemm_options` says."""
+        """`options`: GEMM options, as from `assembly.build.gemm_options`."""
         store = Store()
         append(Program(store, compute=dtype), gemm, 0)
         self.nbytes = sum(t.nbytes for t in store.tensors.values())
@@ -224,10 +222,9 @@ def measure(
     config: Config, *, tokens: list[int], rounds: int, report: Callable[[dict[str, Any]], None], device: str = "cpu",
     baseline: str = "",
 ) -> dict[str, Any]:  # fmt: skip
-    """A row per GEMM of the model and number of tokens, `report`ed when it is done. Peaks, warm and cold are interleaved, with a
-    `baseline`, "torch" or "cublaslt", its GEMM, without what is fused to ours; all are medians of `rounds`. On a CPU each round
-    goes through all GEMMs, so that no busy moment of the machine has more than one sample of one. `config` has its dtype resolved,
-    and names the backend of ours."""
+    """Benchmark each GEMM of the model for each number of tokens; `report` gets each row. Peak, warm and cold runs are interleaved,
+    and so is the `baseline` ("torch" or "cublaslt") GEMM, which fuses nothing; numbers are medians of `rounds`. On a CPU each round
+    goes through all GEMMs, so a busy moment affects one sample of each at most. `config` has its dtype resolved."""
     bench, rows, dtype = open_bench(device), [], config.train.dtype
     options = gemm_options(config.train, device)
     all_gemms = [p for n in tokens for p in gemms_of(config.model, n, device, compute=dtype, **options)]
@@ -241,21 +238,21 @@ def measure(
         pytorch = process.opened(baselines.baseline_script("torch_gemm.py"), cases, device=device, environment=environment["set"])
     theirs: dict[str, Any] = {"peer": "cuBLASLt"} if baseline else {}
     try:
-        with pytorch as process, contextlib.ExitStack() as ends:
+        with pytorch as process, contextlib.ExitStack() as opened:
             for sweep, (i, gemm) in itertools.product(range(sweeps), enumerate(all_gemms)):
                 timed = TimedOnGpu(gemm, dtype, **options) if device == "cuda" else Timed(gemm, dtype)
-                ends.callback(timed.close)
+                opened.callback(timed.close)
                 sides: list[Any] = [timed]
                 if process:
                     sides.append(InterleavedBaseline(process, i))
                 elif baseline:
                     sides.append(TimedOnGpu(alone(gemm), dtype, **options | {"matmul": "cublaslt"}))
-                    ends.callback(sides[-1].close)
+                    opened.callback(sides[-1].close)
                 samples[i] += [_sample(sides, dtype, bench) for _ in range(rounds // sweeps)]
                 if sweep == sweeps - 1:
                     rows.append(_row(gemm, timed, samples[i], dtype))
                     report(rows[-1])
-                ends.close()
+                opened.close()
             if process:
                 theirs = {"peer": f"PyTorch {process.facts['version']}", "peer_threads": process.facts["threads"]}
                 theirs |= {"environment": environment} if device == "cpu" else {}
@@ -265,8 +262,7 @@ def measure(
 
 
 def speedups_by_pass(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
-    """Of the rows that have a baseline, by pass: the least, the median and the greatest number of times that ours is as fast as the
-    baseline's, "warm" and "cold"."""
+    """(lowest, median, highest) speedup over the baseline by pass, "warm" and "cold"."""
     found: dict[str, dict[str, list[float]]] = {}
     for which in dict.fromkeys(pass_of(row["op"]) for row in rows):
         of_pass = [row for row in rows if pass_of(row["op"]) == which]
@@ -315,6 +311,7 @@ def _sample(sides: list[Any], dtype: str, bench: Bench) -> tuple[float, ...]:
 
 
 def _row(gemm: Gemm, timed: Timed | TimedOnGpu, samples: list[tuple[float, ...]], dtype: str) -> dict[str, Any]:
+    """A result row from the samples of one GEMM."""
     fp32, peak, warm, cold, *theirs = (median(column) for column in zip(*samples, strict=True))
     op = timed.ops[0]
     bound = Ceiling({"fp32": fp32, dtype: peak}, {}).operations(op)

@@ -21,9 +21,8 @@ SHORT = 0.05  # seconds of an op that is not worth so many repeats
 
 
 def measure(config: Config, *, steps: int, device: str = "cpu") -> dict[str, Any]:
-    """Measure the ops and return one JSON object, with a row for each op and shape of a step, as in a profile, but with
-    the medians of `steps` traced steps. On the CPU a row also has `alone_s`: the time of as many calls of its first op, again and
-    again, with whatever of its operands a cache can hold. `config` has its dtype resolved."""
+    """Benchmark all ops of a step; returns JSON with a row per kind of op: medians of `steps` traced steps. On the CPU rows also
+    have `alone_s`, the op repeated by itself with warm caches. `config` has its dtype resolved."""
     with opened(config, device=device) as (bench, _):
         session, train = bench.compiled.session, bench.train
         ceiling = measured_ceiling(device=device)

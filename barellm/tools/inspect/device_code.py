@@ -42,8 +42,7 @@ class DeviceCode:
 
 
 def count(sass: str) -> tuple[int, dict[str, int], dict[str, int]]:
-    """(instructions, how many there are of each that is COUNTED, widths): "LDG.E.128" counts as LDG, and in the widths as LDG.128.
-    NOPs, which pad, do not count."""
+    """(instructions without NOP, counts of those in COUNTED, counts by access width): "LDG.E.128" is LDG, and LDG.128."""
     words = [m[1].split(".") for m in INSTRUCTION.finditer(sass)]
     names = Counter(name for name, *_ in words)
     names.pop("NOP", None)
@@ -79,5 +78,4 @@ def output(tool: str, cubin: bytes, *options: str) -> str:
 
 
 def line(counts: Mapping[str, int]) -> str:
-    """`"4 HGMMA, 6 UTMALDG"`."""
     return ", ".join(f"{n} {name}" for name, n in counts.items()) or "none of those counted"

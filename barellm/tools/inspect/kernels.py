@@ -43,20 +43,19 @@ class Used:
 
 
 def isa_named(name: str | None, triple: str | None = None) -> ISA:
-    """This machine's ISA of that name (None: the one that it uses), or another machine's, for which code is compiled and not
-    run."""
+    """The ISA of a name (None: the one in use) on this machine, or another machine's, for which code is compiled but not run."""
     if name is None and triple is None:
         return isas.host()
     known = {**isas.X86, **isas.ARM}
     name = name or "generic"
     if name not in known:
         raise UserError(f"unknown ISA {name!r}{nearest(name, known)} (known: {', '.join(known)})")
-    here = isas.arm()
+    on_arm = isas.arm()
     if triple is None:
-        table = isas.ARM if here else isas.X86
+        table = isas.ARM if on_arm else isas.X86
         if name in table and name in isas.available():
             return table[name]
-        triple = X86_TRIPLE if name in isas.X86 and (name not in isas.ARM or not here) else ARM_TRIPLE
+        triple = X86_TRIPLE if name in isas.X86 and (name not in isas.ARM or not on_arm) else ARM_TRIPLE
     if not triple.startswith(("aarch64", "arm64", "x86_64")):
         raise UserError(f"target {triple!r} is not known: expected x86_64-... or aarch64-...")
     table = isas.ARM if triple.startswith(("aarch64", "arm64")) else isas.X86
@@ -76,8 +75,7 @@ def arch_named(name: str | None) -> Target:
 
 
 def used_by(config: Config, machine: ISA | Target, *, weights: str = "") -> list[Used]:
-    """Every kernel instance of a training run's programs, in the order in which they first run; with quantized `weights` those of
-    decoding and evaluating."""
+    """All kernel instances of a training run in execution order; with quantized `weights`, of decoding and evaluation."""
     options = build.gemm_options(config.train, "cuda" if isinstance(machine, Target) else "cpu")
     programs = build.build_programs(config, training=not weights)
     if weights:

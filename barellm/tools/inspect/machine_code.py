@@ -28,8 +28,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop that holds no other, or one that multiplies tiles and packs in loops beside them, which are not counted. Counts are of
-    one turn."""
+    """An innermost loop, or one of tile multiplications around packing loops, which are not counted. Counts are per iteration."""
 
     label: str
     instructions: int
@@ -65,7 +64,7 @@ class Code:
 
 
 def read(assembly: str) -> Code:
-    """The only function of a kernel's assembly."""
+    """Analyse a kernel's assembly, which has one function."""
     code, labels = _parse(assembly)
     kind = _kind(code)
     stack = _stack_registers(code, kind)
@@ -73,10 +72,10 @@ def read(assembly: str) -> Code:
     loops = natural_loops(code, labels)
     found = []
     for header, body in sorted(loops.items()):
-        held = set().union(*(loops[other] for other in loops if other != header and other in body))
-        own = [code[i] for i in sorted(body - held)]
-        if not held or any(i.mnemonic == TILES for i in own):
-            found.append(_loop(names[header], own, kind, stack))
+        nested = set().union(*(loops[other] for other in loops if other != header and other in body))
+        body_code = [code[i] for i in sorted(body - nested)]
+        if not nested or any(i.mnemonic == TILES for i in body_code):
+            found.append(_loop(names[header], body_code, kind, stack))
     return Code(len(code), _references(code, stack), _widest(code), found)
 
 
@@ -97,10 +96,10 @@ def _kind(code: list[Instruction]) -> str:
 
 
 def natural_loops(code: list[Instruction], labels: dict[str, int]) -> dict[int, set[int]]:
-    """The loops, as first instruction -> all instructions: the block of the header, and every block that comes back to it without
-    leaving. Blocks need not stand in order: between two labels there may be a part of another loop."""
-    jumps = {at: target for at, i in enumerate(code) if (target := _jump(i, labels)) is not None}
-    starts = sorted({0, *labels.values(), *(at + 1 for at, i in enumerate(code) if at in jumps or _ends(i))} - {len(code)})
+    """Natural loops as {header instruction: all its instructions}: a back edge's target and all blocks that reach the edge without
+    passing the header. Basic blocks may be in any order."""
+    jumps = {index: target for index, i in enumerate(code) if (target := _jump(i, labels)) is not None}
+    starts = sorted({0, *labels.values(), *(index + 1 for index, i in enumerate(code) if index in jumps or _ends(i))} - {len(code)})
     after: dict[int, list[int]] = {}
     for start, stop in zip(starts, [*starts[1:], len(code)], strict=True):
         last = stop - 1
@@ -118,33 +117,32 @@ def natural_loops(code: list[Instruction], labels: dict[str, int]) -> dict[int, 
         for header in after[start]:
             if header not in dominators[start]:
                 continue
-            body, work = {header}, [start]
-            while work:
-                block = work.pop()
+            body, worklist = {header}, [start]
+            while worklist:
+                block = worklist.pop()
                 if block not in body:
                     body.add(block)
-                    work += before[block]
+                    worklist += before[block]
             loops.setdefault(header, set()).update(i for block in body for i in range(block, stops[block]))
     return loops
 
 
 def _dominators(starts: list[int], before: dict[int, list[int]]) -> dict[int, set[int]]:
-    """The blocks through which every way to a block leads, itself included; of a block that no way leads to: none."""
+    """Dominators of each basic block, itself included; empty for unreachable blocks."""
     everything = set(starts)
     found = {start: everything for start in starts} | {starts[0]: {starts[0]}}
     changed = True
     while changed:
         changed = False
         for start in starts[1:]:
-            ways = [found[b] for b in before[start]]
-            new = {start} | set.intersection(*ways) if ways else set()
-            if new != found[start]:
-                found[start], changed = new, True
+            incoming = [found[b] for b in before[start]]
+            updated = {start} | set.intersection(*incoming) if incoming else set()
+            if updated != found[start]:
+                found[start], changed = updated, True
     return found
 
 
 def _jump(i: Instruction, labels: dict[str, int]) -> int | None:
-    """The target of a jump; None for any other instruction."""
     if X86_JUMP.match(i.mnemonic) or ARM_JUMP.match(i.mnemonic):
         return labels.get(i.operands.rpartition(",")[2].strip())
     return None
@@ -193,6 +191,7 @@ def _moves(i: Instruction, kind: str) -> tuple[int, int]:
 
 
 def _loop(label: str, code: list[Instruction], kind: str, stack: re.Pattern[str]) -> Loop:
+    """Count what matters in one innermost loop."""
     counts = Counter(i.mnemonic for i in code if MULTIPLY_ADD.match(i.mnemonic))
     moves = [_moves(i, kind) for i in code]
     sums = _accumulators(code, kind)

@@ -87,8 +87,8 @@ def check(device: str) -> None:
 
 
 def lower(programs: dict[str, Program], machine: str | ISA | Target, **products: Any) -> Built:
-    """Programs after fusion, as calls with an address for every byte, for a device as it is here or for another machine; nothing
-    is allocated, and nothing of "cuda" needs a GPU. `products`: as `assembly.build.gemm_options` has them."""
+    """Lower programs for a device, as it is here or as `machine` describes it, to kernel calls with planned addresses. Nothing is
+    allocated, and "cuda" needs no GPU. `products`: GEMM options, as from `assembly.build.gemm_options`."""
     from barellm.cuda.kernel import Target
 
     if machine == "cuda" or isinstance(machine, Target):
@@ -106,7 +106,7 @@ def open_session(programs: dict[str, Program], device: str, **products: Any) -> 
 
 
 def replay_seconds(session: Any, program: str, calls: int, **sizes: int) -> list[float]:
-    """Seconds of each of so many runs in a row, with the inputs in the arena already: on a GPU their mean, by its own clock."""
+    """Seconds of each of `calls` consecutive runs of a program with inputs in the arena; on a GPU their mean."""
     if hasattr(session, "replay"):
         from barellm.cuda.bench import replay_seconds
 
@@ -128,7 +128,7 @@ def target_of(card: str) -> Target:
 
 
 def target_here() -> Target:
-    """This machine's GPU, or a Hopper GPU if there is none that can be used."""
+    """This machine's GPU; a Hopper GPU if none is usable."""
     from barellm.cuda import driver
     from barellm.cuda.kernel import Target
 
@@ -150,6 +150,5 @@ def device_bytes(device: str) -> int | None:
 
 
 def where(r: dict[str, Any]) -> str:
-    """The machine of a result in words."""
     units = f"{r['threads']} threads" if "threads" in r else f"{r['multiprocessors']} multiprocessors"
     return f"{r['isa']}, {units}"

@@ -39,9 +39,9 @@ def memory(built: Built) -> dict[str, int]:
 def report(
     config: Config, *, ceiling: roofline.Ceiling | None = None, device: str = "cpu", ranks: Ranks = ALONE, card: str = ""
 ) -> tuple[dict[str, Any], Built]:
-    """The numbers as one JSON object, and what they were read from. `config` has its dtype resolved. With `ceiling` every
-    op gets the seconds that this machine needs at the least. Of several `ranks`, the numbers are those of one. With device "cuda"
-    `card` names a GPU by its data sheet, in place of the one that is here."""
+    """The numbers of a plan as one JSON object, and the lowered programs that they are from. The dtype in `config` must be
+    resolved. With `ceiling`, each op also gets its roofline time. With several `ranks`, the numbers are one rank's. `card` names
+    a GPU by its data sheet, in place of this machine's."""
     programs = build_programs(config, ranks=ranks)
     built = devices.lower(programs, devices.target_of(card) if card else device, **gemm_options(config.train, device))
     plan, train = built.plan, config.train
@@ -101,8 +101,7 @@ def _program(built: Built, name: str) -> dict[str, int]:
 
 
 def _families(built: Built, step: dict[str, float]) -> dict[str, dict[str, float]]:
-    """Operations and bytes of the primitive ops of a step's programs, each program once, by family: what would move if nothing were
-    fused."""
+    """FLOPs and bytes of a step's primitive ops by family (module), each program once and before fusion."""
     rows: dict[str, dict[str, float]] = {}
     for name in step:
         for op in (p for fused in built.lowered[name].ops for p in roofline.primitives(fused)):
@@ -114,7 +113,7 @@ def _families(built: Built, step: dict[str, float]) -> dict[str, dict[str, float
 
 
 def _ops(built: Built, step: dict[str, float], ceiling: roofline.Ceiling | None) -> list[dict[str, Any]]:
-    """A row for each kind of op of an optimizer step, after fusion: the mean over a cycle of steps, all micro-batches counted."""
+    """One row per kind of op after fusion, for an average optimizer step with all micro-batches: FLOPs, bytes, roofline."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for name, times in step.items():
         for op in built.lowered[name].ops:
@@ -128,7 +127,7 @@ def _ops(built: Built, step: dict[str, float], ceiling: roofline.Ceiling | None)
 
 
 def optimizers(built: Built, config: Config) -> list[dict[str, Any]]:
-    """Which parameter gets which optimizer: a row for parameters of one shape whose names differ in numbers alone."""
+    """Which optimizer updates which parameters: one row for all parameters of a shape whose names differ only in numbers."""
     parameters = [t for t in built.plan.persistent if t.role == "parameter" and not t.frozen]
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     highest = config.optim.rates(lambda high, low: high)

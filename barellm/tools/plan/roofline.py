@@ -1,5 +1,5 @@
-"""The roofline of an op: the time that it takes by the measured rates of this machine. An estimate: an op whose tensors stay in
-caches may be faster than memory's bandwidth allows, and a rate that was measured beside other work is too low."""
+"""The roofline of an op: the least time it takes at the measured rates of this machine. An estimate: tensors in caches may move
+faster than memory bandwidth, and rates measured under load are too low."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -69,7 +69,7 @@ class Ceiling:
             self._measured(lambda bench: self.bandwidth.update({mix: kept(bench, mix) for mix in missing}))
 
     def again(self) -> None:
-        """Measure all rates that are there once more, and take the better ones: for comparisons of these minutes."""
+        """Measure all known rates once more and keep the higher ones, for comparisons under the current conditions."""
 
         def each(bench: Bench) -> None:
             for dtype, rate in self.flops.items():
@@ -119,12 +119,11 @@ def name_of(what: str | Mix) -> str:
 
 
 def mix_of(op: Op) -> Mix:
-    """The mix of reads, writes and updates of an op, in eighths of the bytes of its tensors."""
+    """How an op's memory traffic splits into (read, written, updated in place), in eighths: the classes of measured rates."""
     outputs = set(op.outputs.values())
     updated = {t for name, t in op.outputs.items() if t in op.inputs.values() or op.modes.get(name) == "add"}
-    # Of an embedding's table only the rows of the tokens are touched, unless it is written as a whole.
-    most = max((t.nbytes for t in (*op.inputs.values(), *outputs) if t.dims), default=0)
-    limit = most if op.name.startswith("embedding") else 1 << 62
+    largest = max((t.nbytes for t in (*op.inputs.values(), *outputs) if t.dims), default=0)
+    limit = largest if op.name.startswith("embedding") else 1 << 62
     nbytes = [
         sum(min(t.nbytes, limit) for t in set(op.inputs.values()) - outputs),
         sum(t.nbytes for t in outputs - updated),

@@ -16,15 +16,15 @@ Kind = tuple[str, str, str]  # program, name of the op, shape: what a row of a t
 
 
 def spans(session: Any, program: str) -> list[tuple[Op, int, int]]:
-    """Each op with its calls: [first, stop) of the program's table. They cover it."""
-    calls, found, at = session.calls[program], [], 0
+    """Each op of a program with its kernel calls as a range [first, stop) of the call table; the ranges cover the table."""
+    calls, ranges, stop = session.calls[program], [], 0
     for op in session.lowered[program].ops:
-        first = at
-        while at < len(calls) and calls[at].op is op:
-            at += 1
-        found.append((op, first, at))
-    assert at == len(calls), "calls out of their op's order"
-    return found
+        first = stop
+        while stop < len(calls) and calls[stop].op is op:
+            stop += 1
+        ranges.append((op, first, stop))
+    assert stop == len(calls), "calls out of their op's order"
+    return ranges
 
 
 def op_seconds(session: Any, calls_s: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -39,9 +39,9 @@ def by_kind(
     session: Any, seconds: dict[str, np.ndarray], ceiling: Ceiling, shares: Mapping[str, float],
     more: Callable[[str, Op], Any] | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """A row for each kind of op (program, name, shape), which holds the sums of its ops: `s`, of which `wait_s` in barriers,
-    operations, bytes, the roofline, all of them of an average step, in which a program runs as often as `shares` says.
-    `more(program, op)`: further keys for the row of which `op` is the first."""
+    """One row per kind of op (program, name, shape) with sums over its ops, for an average step: seconds `s`, of them `wait_s` in
+    barriers, roofline `bound_s`, FLOPs, bytes. `seconds` is program -> (ops, 2), work and wait; `shares` how often a program runs
+    per step; `more(program, op)` adds keys to a row when it is created."""
     rows: dict[Kind, dict[str, Any]] = {}
     for program, values in seconds.items():
         for op, (work, wait) in zip(session.lowered[program].ops, values, strict=True):
@@ -64,18 +64,18 @@ def by_kind(
 
 
 def by_kernel(session: Any, calls_s: dict[str, np.ndarray]) -> dict[Kind, dict[str, dict[str, Any]]]:
-    """The kernels of those kinds of ops that take more than one: symbol of the kernel -> `calls`, `s`, `wait_s`."""
-    found: dict[Kind, dict[str, dict[str, Any]]] = {}
+    """For kinds of ops that take several kernels: symbol -> calls, seconds, wait seconds. `calls_s` is program -> (calls, 2)."""
+    kernels: dict[Kind, dict[str, dict[str, Any]]] = {}
     for program, seconds in calls_s.items():
         calls = session.calls[program]
         for op, first, stop in spans(session, program):
-            for at in range(first, stop):
-                rows = found.setdefault(kind(program, op), {})
-                row = rows.setdefault(calls[at].spec.symbol(), {"calls": 0, "s": 0.0, "wait_s": 0.0})
+            for i in range(first, stop):
+                rows = kernels.setdefault(kind(program, op), {})
+                row = rows.setdefault(calls[i].spec.symbol(), {"calls": 0, "s": 0.0, "wait_s": 0.0})
                 row["calls"] += 1
-                row["s"] += float(seconds[at].sum())
-                row["wait_s"] += float(seconds[at, 1])
-    return {key: rows for key, rows in found.items() if len(rows) > 1}
+                row["s"] += float(seconds[i].sum())
+                row["wait_s"] += float(seconds[i, 1])
+    return {key: rows for key, rows in kernels.items() if len(rows) > 1}
 
 
 def kind(program: str, op: Op) -> Kind:
@@ -88,7 +88,7 @@ def mixes(session: Any, programs: Iterable[str]) -> set[Mix]:
 
 
 def shape(op: Op) -> str:
-    """The tensor that says most about an op's size: a matmul's weight, else the largest operand. Of a group, how many ops."""
+    """The shape that characterizes an op's size: a matmul's weight, else the largest operand; of a group, its number of ops."""
     if isinstance(op, GroupedOp):
         return f"all {len(op.sequence)}"
     operands = [*op.inputs.items(), *op.outputs.items()]

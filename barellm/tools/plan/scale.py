@@ -1,14 +1,13 @@
-"""What a step takes on many ranks, on paper: the plan of one rank, and a model of the links between them.
+"""Scaling model: the predicted step time on many ranks, from the plan of one rank and a model of the interconnect.
+A message of n bytes takes latency + n / rate (Hockney 1994), plus processor time per message. Three algorithms for a collective of
+n bytes on each of W ranks (an all-reduce is a reduce-scatter and an all-gather):
 
-A message of n bytes takes latency + n / rate (Hockney 1994), and its process so many seconds besides. Three ways to do a
-collective, of n bytes on each of W ranks; an all-reduce is two of them:
+direct every rank sends every other its part at once: what barellm does
+ring W - 1 steps, in each of which a part goes on to the next rank
+tree log2 W steps, halving or doubling what goes to a rank twice as far away (Rabenseifner 2004)
 
-    direct   every rank sends every other its part at once: what barellm does
-    ring     W - 1 steps, in each of which a part goes on to the next rank
-    tree     log2 W steps, halving or doubling what goes to a rank twice as far away (Rabenseifner 2004)
-
-All move n (W - 1) / W bytes each way; what differs is how often latency counts, and for how many messages. The network is one
-in which nobody stands in another's way."""
+All move n (W - 1) / W bytes each way; they differ in how often latency counts and in the number of messages. The network is assumed
+to be free of contention."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -63,8 +62,8 @@ def reached(config: Config, ceiling: Ceiling, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Collective:
-    """`nbytes` on each rank, in so many `rounds` that wait for each other. `early`: it begins in the backward pass, with what is
-    there first, where the run asks for that (`optim.overlap`)."""
+    """A collective of `nbytes` on each rank, in `rounds` that wait for each other. `early`: it may start during the backward pass
+    (`optim.overlap`), gradients that are ready first."""
 
     name: str
     nbytes: float
@@ -108,8 +107,8 @@ def rows_of(config: Config, ranks: int) -> Config:
 
 
 def work(config: Config, ranks: int, ceiling: Ceiling, utilisation: float) -> tuple[Work, Any]:
-    """The arithmetic of a rank whose configuration is `config`, and the store of its programs. Of the rates of
-    `ceiling`, operations reach the share `utilisation`, and bytes STREAMED."""
+    """The arithmetic of one rank's step by the roofline, and the store of its programs. GEMMs reach the share `utilisation` of the
+    peak rate, memory-bound ops STREAMED of the bandwidth."""
     from barellm.assembly.build import build_programs
     from barellm.tools.plan.devices import lower
 
@@ -119,26 +118,26 @@ def work(config: Config, ranks: int, ceiling: Ceiling, utilisation: float) -> tu
     def seconds(op: Any) -> float:
         return max(ceiling.operations(op) / utilisation, ceiling.traffic(op) / STREAMED)
 
-    micro, at = built.lowered["forward_backward"].ops, 0.0
+    ops, elapsed = built.lowered["forward_backward"].ops, 0.0
     forward, finished = None, {}
-    for op in micro:
+    for op in ops:
         written = [t.base for t in op.outputs.values() if t.base.role == "gradient"]
         if written and forward is None:
-            forward = at
-        at += seconds(op)
-        finished |= dict.fromkeys(written, at)
+            forward = elapsed
+        elapsed += seconds(op)
+        finished |= dict.fromkeys(written, elapsed)
     forward = forward or 0.0
     ready = sorted((when - forward, t.size) for t, when in finished.items())
-    ends = [name for name in built.lowered if name in ("grad_norm", "optimizer_step")]
-    update = sum(seconds(op) for name in ends for op in built.lowered[name].ops)
+    updates = [name for name in built.lowered if name in ("grad_norm", "optimizer_step")]
+    update = sum(seconds(op) for name in updates for op in built.lowered[name].ops)
     if not config.optim.powersgd:  # ZeRO's first stage: each rank updates a share, and adds up what arrives for it
         elements = sum(t.size for t in store.of_role("gradient"))
         update = update / ranks + (ranks > 1) * 8 * elements / ranks / ceiling.bandwidth[NAMED["copy"]]
-    return Work(forward, at - forward, (config.train.gradient_accumulation_steps - 1) * at, update, ready), store
+    return Work(forward, elapsed - forward, (config.train.gradient_accumulation_steps - 1) * elapsed, update, ready), store
 
 
 def collectives(config: Config, store: Any, ranks: int) -> list[Collective]:
-    """What the ranks exchange in a step: bytes by rank, and what may hide them."""
+    """The collectives of a step: bytes per rank, number of rounds, and whether they overlap with the backward pass."""
     from barellm.optim import powersgd, sharding
     from barellm.program.dtypes import FORMATS, itemsize
     from barellm.program.ops.optim.optimizer import CHUNK
@@ -146,13 +145,13 @@ def collectives(config: Config, store: Any, ranks: int) -> list[Collective]:
     params = store.of_role("parameter")
     elements = sum(t.size for t in params)
     if config.optim.powersgd:
-        how = powersgd.Compression(config.optim.powersgd, None)
-        sides = [sorted(int(n) for n in t.shape) for t in params if how.compresses(t)]
-        rest = 4 * sum(t.size for t in params if not how.compresses(t))
-        short, long = (itemsize(powersgd.TRAVELS) * how.rank * sum(found) for found in zip(*sides, strict=True))
+        compression = powersgd.Compression(config.optim.powersgd, None)
+        sides = [sorted(int(n) for n in t.shape) for t in params if compression.compresses(t)]
+        rest = 4 * sum(t.size for t in params if not compression.compresses(t))
+        short, long = (itemsize(powersgd.TRAVELS) * compression.rank * sum(lengths) for lengths in zip(*sides, strict=True))
         return [
-            *(Collective(f"factors P and vectors, {half}", short + rest) for half in ("summed", "given")),
-            *(Collective(f"factors Q, {half}", long) for half in ("summed", "given")),
+            *(Collective(f"factors P and vectors, {phase}", short + rest) for phase in ("summed", "given")),
+            *(Collective(f"factors Q, {phase}", long) for phase in ("summed", "given")),
         ]
     weights = 0
     for t in params:
@@ -167,48 +166,48 @@ def collectives(config: Config, store: Any, ranks: int) -> list[Collective]:
 
 
 def hidden(collective: Collective, done: Work, over: Link, ranks: int, way: str) -> float:
-    """Seconds of a collective that are over before anybody waits for them."""
+    """Seconds of a collective that overlap with the backward pass: each gradient is sent when it is ready, one after the other."""
     if not collective.early:
         return 0.0
-    whole = collective.seconds(over, ranks, way)
+    duration = collective.seconds(over, ranks, way)
     total = sum(size for _, size in done.ready)
     end = 0.0
     for when, size in done.ready:  # gradients leave as soon as they are there, one behind the other
-        end = max(end, when) + whole * size / total
-    return whole - max(0.0, end - done.backward)
+        end = max(end, when) + duration * size / total
+    return duration - max(0.0, end - done.backward)
 
 
 def prediction(
     config: Config, ranks: int, name: str, *, ceiling: Ceiling, utilisation: float, ready: tuple[Work, Any] | None = None
 ) -> dict[str, Any]:
-    """A step of so many ranks over the link `name`, as JSON. `ready`: what `work` gives, where somebody knows it."""
-    over, own = link(name), rows_of(config, ranks)
-    done, store = ready or work(own, ranks, ceiling, utilisation)
-    found = collectives(config, store, ranks) if ranks > 1 else []
+    """The predicted step on `ranks` ranks over the link `name`, as JSON. `ready`: the result of `work`, if known already."""
+    link_model, run = link(name), rows_of(config, ranks)
+    arithmetic, store = ready or work(run, ranks, ceiling, utilisation)
+    needed = collectives(config, store, ranks) if ranks > 1 else []
     ways = {}
     for way in WAYS:
-        each = {c.name: c.seconds(over, ranks, way) for c in found}
-        behind = sum(hidden(c, done, over, ranks, way) for c in found)
-        step = done.seconds + sum(each.values())
+        seconds = {c.name: c.seconds(link_model, ranks, way) for c in needed}
+        overlap = sum(hidden(c, arithmetic, link_model, ranks, way) for c in needed)
+        step = arithmetic.seconds + sum(seconds.values())
         ways[way] = {
-            "collectives_s": each, "step_s": step, "efficiency": done.seconds / step, "overlapped_step_s": step - behind,
-            "overlapped_efficiency": done.seconds / (step - behind),
+            "collectives_s": seconds, "step_s": step, "efficiency": arithmetic.seconds / step, "overlapped_step_s": step - overlap,
+            "overlapped_efficiency": arithmetic.seconds / (step - overlap),
         }  # fmt: skip
-    tokens = own.train.micro_batch_size * own.train.gradient_accumulation_steps * own.train.seq
+    tokens = run.train.micro_batch_size * run.train.gradient_accumulation_steps * run.train.seq
     return {
-        "preset": config.preset, "ranks": ranks, "link": {"name": name, **asdict(over)}, "batch": own.train.micro_batch_size,
-        "accumulate": own.train.gradient_accumulation_steps, "seq": own.train.seq, "tokens": tokens * ranks,
-        "powersgd": config.optim.powersgd, "sent_bytes": sum(c.nbytes for c in found) * (ranks - 1) / ranks,
-        "ceiling": ceiling.source, "utilisation": utilisation, "compute_s": done.seconds, "ways": ways,
+        "preset": config.preset, "ranks": ranks, "link": {"name": name, **asdict(link_model)}, "batch": run.train.micro_batch_size,
+        "accumulate": run.train.gradient_accumulation_steps, "seq": run.train.seq, "tokens": tokens * ranks,
+        "powersgd": config.optim.powersgd, "sent_bytes": sum(c.nbytes for c in needed) * (ranks - 1) / ranks,
+        "ceiling": ceiling.source, "utilisation": utilisation, "compute_s": arithmetic.seconds, "ways": ways,
     }  # fmt: skip
 
 
 def table(n: dict[str, Any]) -> list[str]:
-    """The prediction in lines."""
-    over = n["link"]
+    """The prediction as lines of text."""
+    net = n["link"]
     lines = [
         f"{n['preset']} on {n['ranks']:,} ranks, predicted and not run",
-        f"link {over['name']}: {over['latency_s'] * 1e6:g} us, {over['rate'] / 1e9:g} GB/s each way; {over['about']}",
+        f"link {net['name']}: {net['latency_s'] * 1e6:g} us, {net['rate'] / 1e9:g} GB/s each way; {net['about']}",
         f"each rank: {n['batch']} x {n['accumulate']} sequences of {n['seq']:,} tokens; all: {n['tokens']:,} tokens a step",
         f"arithmetic: {n['compute_s'] * 1e3:,.1f} ms, at {n['utilisation']:.0%} of the peak ({n['ceiling']})",
         f"each rank sends {n['sent_bytes'] / 1e6:,.1f} MB a step"

@@ -74,7 +74,6 @@ class Tiling:
 
     @property
     def slots(self) -> int:
-        """Tiles of a full wave."""
         return self.sms * self.occupancy
 
     @property
@@ -83,7 +82,6 @@ class Tiling:
 
     @property
     def idle(self) -> float:
-        """The share of the last wave that has no work."""
         return 1 - (self.tiles - (self.waves - 1) * self.slots) / self.slots
 
     @property
@@ -98,8 +96,7 @@ class Tiling:
         return self.tiles / (self.sms * ceil_div(self.tiles, self.sms)) * (1 - self.padding)
 
     def roofline_s(self, sheet: devices.Published) -> float:
-        """The roofline's seconds: every operand read once and the result written once in its own dtype, or all operations at the
-        peak."""
+        """Roofline seconds: each operand read once and the result written once, or all operations at the peak."""
         itemsize = 4 if self.dtype == "fp32" else 2
         out = 4 if self.transpose_mode == "tn" else itemsize
         nbytes = itemsize * (self.M + self.N) * self.K + out * self.M * self.N
@@ -111,8 +108,8 @@ class Tiling:
 
 
 def gemms(built: Any, programs: Iterable[str], sizes: Sizes, codes: Mapping[Any, Code] | None = None) -> dict[Tiling, int]:
-    """The GEMMs of these programs of the CUDA backend at such sizes, each with how often it is done. `codes` are those of the
-    kernel instances that were compiled; without its code a kernel's occupancy is that of one block."""
+    """Count the tiled GEMMs of CUDA programs at these sizes. `codes`: compiled kernels, for occupancy; others count as 1 block per
+    SM."""
     found: dict[Tiling, int] = {}
     for name in programs:
         for call in built.calls[name]:
@@ -123,8 +120,7 @@ def gemms(built: Any, programs: Iterable[str], sizes: Sizes, codes: Mapping[Any,
 
 
 def uncounted(built: Any, programs: Iterable[str]) -> dict[str, int]:
-    """Ops that multiply by other kernels than those that `gemms` reads, each with how often it is done: what their tiles leave
-    idle is not known here."""
+    """Ops with matmuls in other kernels than those that `gemms` reads, with their counts: their tiling is not known here."""
     found: dict[str, int] = {}
     for low in (built.lowered[name] for name in programs):
         for op in low.ops:
@@ -141,7 +137,7 @@ def specifications(built: Any, programs: Iterable[str]) -> list[Any]:
 
 
 def one_gemm(M: int, N: int, K: int, dtype: str) -> Program:
-    """The program of a GEMM y (M, N) = x (M, K) w (N, K)^T (fprop), and of both its gradients (dgrad, wgrad)."""
+    """A program with the GEMM y (M, N) = x (M, K) w (N, K)^T (fprop) and both its gradients (dgrad, wgrad)."""
     p = Program(Store(), compute=dtype)
     operands = p.precision.operands
     x = p.input("x", (Dim("batch", M), K), operands)
@@ -154,6 +150,7 @@ def one_gemm(M: int, N: int, K: int, dtype: str) -> Program:
 
 
 def _blocks(arch: int, codes: Mapping[Any, Code]) -> Callable[[Launch], int]:
+    """A function that gives a launch's occupancy: blocks per multiprocessor, 1 for persistent or unknown kernels."""
     machine = MULTIPROCESSORS.get(arch, MULTIPROCESSORS[90])
 
     def blocks(call: Launch) -> int:
@@ -166,7 +163,7 @@ def _blocks(arch: int, codes: Mapping[Any, Code]) -> Callable[[Launch], int]:
 
 
 def _tiling(call: Any, sms: int, sizes: Sizes, blocks: Callable[[Launch], int]) -> Tiling | None:
-    """The tiling of a launch; None for one that is no GEMM, or that does nothing at these sizes."""
+    """The tiling of a kernel launch; None if it is no GEMM, or has an empty grid at these sizes."""
     reader = READERS.get(call.spec.name)
     if reader is None or 0 in call.grid(sizes):
         return None
@@ -185,7 +182,7 @@ def _transpose_mode(values: Mapping[str, Any]) -> str:
 
 
 def _tiled(call: Launch, values: Mapping[str, Any], number: Callable[[str], int]) -> dict[str, Any]:
-    """`kernels.matmul.gemm`, or `kernels.hopper.hopper_gemm`, whose tiles have 128 rows."""
+    """`Tiling` fields of a launch of `kernels.matmul.gemm`, or of `kernels.hopper.hopper_gemm`, whose tiles have 128 rows."""
     hopper = call.spec.name == PERSISTENT
     K = number("K")
     split = values.get("k_per_split") is not None and _transpose_mode(values) == "tn" and callable(values["k_per_split"])
@@ -216,13 +213,13 @@ READERS: dict[str, Callable[..., dict[str, Any]]] = {"gemm": _tiled, PERSISTENT:
 
 
 def table(found: Mapping[Tiling, int], sheet: devices.Published, *, known: bool) -> list[str]:
-    """Lines for people. `known`: occupancies are those of compiled code."""
-    form = "{:<17}{:<6}{:>3}{:>8}{:>6}{:>6}{:>4}{:>6}{:>5}{:>5}{:>5}{:>8}".format
+    """The tilings as lines of text, the costliest first. `known`: occupancies are those of compiled code, else lower bounds."""
+    row = "{:<17}{:<6}{:>3}{:>8}{:>6}{:>6}{:>4}{:>6}{:>5}{:>5}{:>5}{:>8}".format
     lines = []
     for kernel in dict.fromkeys(c.kernel for c in found):
-        head = form("MxNxK", "pass", "n", "tile", "split", "tiles", "/SM", "waves", "idle", "pad", "eff.", "roof us")
-        lines += ["", f"{kernel}:", head] + [
-            form(
+        header = row("MxNxK", "pass", "n", "tile", "split", "tiles", "/SM", "waves", "idle", "pad", "eff.", "roof us")
+        lines += ["", f"{kernel}:", header] + [
+            row(
                 f"{c.M}x{c.N}x{c.K}", MODES[c.transpose_mode], count, f"{c.tile_m}x{c.tile_n}", c.split_k, c.tiles,
                 c.occupancy if known or c.kernel == PERSISTENT else f">={c.occupancy}", c.waves, f"{c.idle:.0%}",
                 f"{c.padding:.0%}", f"{c.efficiency:.0%}", f"{1e6 * c.roofline_s(sheet):.1f}",

@@ -13,9 +13,8 @@ SMALLEST = 0.4  # percent of the step; what is below goes into one bar
 
 
 def bars(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The bars of the chart, from the top: kinds of ops by their time within families (matmul, attention, ...) by theirs; those
-    below SMALLEST percent in one bar; idle time last. A bar: family, label, `s` seconds, of which `wait_s` at barriers, and its
-    roofline `bound_s`. `s` of all bars add up to the step, but for what the stamps miss."""
+    """The bars of the chart, from the top: kinds of ops, grouped by family and sorted by time; small ones in one bar; idle last.
+    Each has family, label, seconds `s`, of them `wait_s` at barriers, and roofline `bound_s`; `s` adds up to the step."""
     ops = result["ops"]
     large = [r for r in ops if 100 * r["s"] / result["step_s"] >= SMALLEST]
     small = [r for r in ops if r not in large]
@@ -33,8 +32,7 @@ def bars(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Write the picture of a profile (`profile.measure`'s result), in the format that the file's suffix says: left the share of the
-    step, right the percentage of roofline."""
+    """Write the chart of `profile.measure`'s result, in the format of the file's suffix: shares of the step, % of roofline."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

@@ -11,10 +11,10 @@ from barellm.program.ranks import Ranks
 
 
 def exposed_seconds(session: Any, seconds: Mapping[str, np.ndarray], ranks: Ranks) -> list[dict[str, Any]]:
-    """A row for each kind of communication, in the order of the step: {program, segment (None: of no segment), op, `count` of ops,
-    `s`: their seconds on each rank, the sums of what was received included}. `seconds`: {program: (ops, 2)}, work and waiting of
-    this rank's ops. Transfers that overlap computation are not in them. The rank that comes last to a collective waits for nobody,
-    so what others need more than the quickest is waiting. Collective: all ranks call it."""
+    """A row for each kind of communication in the order of the step: program, segment (None: none), op, `count`, and `s`, the
+    seconds on each rank with the reduction of what was received. `seconds`: {program: (ops, 2)}, work and wait of this rank's ops.
+    Transfers that overlap computation are excluded. The last rank to arrive waits for nobody, so what others take longer than the
+    fastest is waiting. All ranks must call it."""
     own: dict[tuple[str, str | None, str], list[float]] = {}
     for program, values in seconds.items():
         for op, spent in zip(session.lowered[program].ops, values, strict=True):
@@ -35,18 +35,17 @@ def exposed_seconds(session: Any, seconds: Mapping[str, np.ndarray], ranks: Rank
 
 
 def lines(rows: list[dict[str, Any]], step_s: float) -> list[str]:
-    """The rows as lines of a table, and the exposed (not overlapped) communication: the sum over rows of the quickest rank's time,
-    and with waiting the slowest rank's total."""
+    """The rows as a table, and the exposed communication: the sum of each row's fastest rank, and of the slowest rank's rows."""
     count = len(rows[0]["s"])
     table = ["", f"{'between ranks':<44}{'segment':<18}" + "".join(f"{f'rank {r} ms':>12}" for r in range(count))]
     for row in rows:
         name = f"{row['program']} {row['op']}"
         times = "".join(f"{s * 1e3:>12.3f}" for s in row["s"])
         table.append(f"{name:<44}{row['segment'] or 'behind all':<18}{times}")
-    least = sum(min(row["s"]) for row in rows)
-    most = max(sum(row["s"][r] for row in rows) for r in range(count))
+    fastest = sum(min(row["s"]) for row in rows)
+    slowest = max(sum(row["s"][r] for row in rows) for r in range(count))
     table.append(
-        f"exposed: {least * 1e3:.3f} ms, {100 * least / step_s:.1f} % of the step; with waiting for others up to "
-        f"{most * 1e3:.3f} ms"
+        f"exposed: {fastest * 1e3:.3f} ms, {100 * fastest / step_s:.1f} % of the step; with waiting for others up to "
+        f"{slowest * 1e3:.3f} ms"
     )
     return table

@@ -36,14 +36,12 @@ class DeviceStep:
 
 @dataclass(frozen=True)
 class DeviceTraces:
-    """Steps in pairs, one timed and one not. `usual_s`: of the others, by Python's clock, from before its inputs are written until
-    the GPU has ended."""
+    """Pairs of a timed and an untimed step. `usual_s`: seconds of the untimed, from writing inputs to the GPU's end."""
 
     timed: list[DeviceStep]
     usual_s: list[float]
 
     def median_step(self) -> DeviceStep:
-        """The timed step of median duration."""
         return sorted(self.timed, key=lambda step: step.seconds)[len(self.timed) // 2]
 
     def median_calls_s(self) -> dict[str, np.ndarray]:
@@ -57,12 +55,12 @@ def pairs_for(bench: StepBench) -> int:
 
 
 def record(bench: StepBench, steps: int) -> DeviceTraces:
-    """Run `steps` pairs of a timed and a usual step; which of a pair is first changes from pair to pair."""
+    """Run `steps` pairs of a timed and a usual step, alternating which comes first."""
     timed, usual = [], []
     for i in range(steps):
         for traced in (True, False) if i % 2 == 0 else (False, True):
             if traced:
-                launches = [(name, np.array([ms / 1e3 for _, ms in found])) for name, found in bench.timed()]
+                launches = [(name, np.array([ms / 1e3 for _, ms in launch_ms])) for name, launch_ms in bench.timed()]
                 timed.append(DeviceStep(launches, bench.training_schedule.cycle))
             else:
                 usual.append(bench.step().seconds)

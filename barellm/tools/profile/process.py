@@ -1,5 +1,4 @@
-"""The numbers that the system counts for this process: time since its start, memory, page faults, switches; and Python's own
-calls."""
+"""What the system counts for this process: time since its start, memory, page faults, switches; and Python's calls."""
 
 from __future__ import annotations
 

@@ -21,9 +21,8 @@ FILES = {"profile": "profile.json", "timeline": "timeline.json", "picture": "pro
 
 
 def measure(config: Config, *, steps: int | None, folder: Path, device: str = "cpu", ranks: Ranks = ALONE) -> dict[str, Any]:
-    """Profile steps and return one JSON object about the traced step of median duration, of `steps` or of as many as a few seconds
-    allow. The files of FILES go to `folder`, which exists. `config` has its dtype resolved. Of several `ranks` each gets its own
-    object, and the first writes the files."""
+    """Profile `steps` steps (None: a few seconds) and return JSON about the one of median duration. The FILES are written to
+    `folder`, which exists. `config` has its dtype resolved. With several `ranks` each returns its own, and rank 0 writes."""
     with opened(config, device=device, ranks=ranks) as (bench, _):
         session, train = bench.compiled.session, bench.train
         ceiling = measured_ceiling(device=device)
@@ -54,10 +53,9 @@ def measure(config: Config, *, steps: int | None, folder: Path, device: str = "c
 
 
 def _profile_cpu(bench: StepBench, steps: int | None, ranks: Ranks) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
-    """Trace `steps` steps (None: as many as a few seconds allow) and look at the one of median duration. Returns (numbers of the
-    result by their keys, the seconds of its calls as `call_seconds` has them, a function from a title to its timeline). Of several
-    ranks rank 0 decides the number of steps and which one is the median, so that all look at the same step (`first` gives rank 0's
-    value)."""
+    """(facts for the result, seconds of each call as from `call_seconds`, a function title -> timeline) of the traced step of
+    median duration. Rank 0 decides the number of steps and which one is the median (`first` broadcasts), so that all ranks analyse
+    the same step."""
     num_steps = first(ranks, steps or pairs_for(bench))
     traces, session = record(bench, num_steps), bench.compiled.session
     median_index = first(ranks, traces.traced.index(traces.median_step()))
@@ -74,8 +72,7 @@ def _profile_cpu(bench: StepBench, steps: int | None, ranks: Ranks) -> tuple[dic
 
 
 def _profile_gpu(bench: StepBench, steps: int | None, ranks: Ranks) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
-    """`_profile_cpu` for a GPU, on which a step is launches. What an untimed step takes longer than the sum of its launches is idle
-    time: the GPU waits for the host."""
+    """As `_profile_cpu`, from timed launches. An untimed step's time beyond their sum is idle: the GPU waits for the host."""
     count = first(ranks, steps or device_trace.pairs_for(bench))
     traces, session = device_trace.record(bench, count), bench.compiled.session
     step, usual = traces.median_step(), median(traces.usual_s)

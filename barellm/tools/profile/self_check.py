@@ -1,5 +1,4 @@
-"""The child's side of a GPU's self-check (`cuda/self_check.py`): it holds a kernel of the tuner's, or each op of a small model's
-programs, against float64."""
+"""The child's side of a GPU's self-check (`cuda/self_check.py`): compares kernels with float64 references."""
 
 from contextlib import closing
 from functools import partial
@@ -46,7 +45,7 @@ class Harness:
         """Nothing is open."""
 
     def _run_programs(self, config: Config) -> None:
-        """A training step, an evaluation, and two runs that write text."""
+        """Run a training step, an evaluation and two decoding runs, checking each op; Wrong if one exceeds its error bound."""
         train = config.train
         self.bound = FP32_BOUND if train.dtype == "fp32" and not train.tf32 else BOUND
         programs = build_programs(config)
@@ -67,7 +66,7 @@ class Harness:
             raise Wrong(f"wrong values: {', '.join(wrong[:3])}{' ...' * (len(wrong) > 3)}")
 
     def _run_ops(self, session: CudaSession, program: str) -> None:
-        """A run of a program op by op: each on what lies in the GPU's memory, as does its reference."""
+        """Run a program op by op, comparing each with its float64 reference on the same inputs."""
         session._send_inputs(program)
         run, low, block = session._run(program), session.lowered[program], session._block
         oracle = ReferenceSession({program: session.programs[program]})

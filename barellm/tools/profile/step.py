@@ -42,8 +42,7 @@ def one_micro_batch(config: Config) -> Config:
 
 
 class StepBench:
-    """A compiled model that takes training steps. Tokens and targets of step i depend on i only. Of several `ranks` each takes its
-    rows of the batch."""
+    """A compiled model that takes training steps on tokens that depend on the step only. Each of `ranks` takes its rows."""
 
     def __init__(self, compiled: CompiledModel, ranks: Ranks = ALONE) -> None:
         """`steps`: how many it has taken; `shares`: how often each program runs in a step, on average."""
@@ -109,13 +108,11 @@ class StepBench:
 
 @contextmanager
 def opened(config: Config, *, device: str = "cpu", ranks: Ranks = ALONE) -> Iterator[tuple[StepBench, dict[str, Any]]]:
-    """Yields (a bench after its first step, the facts of the start for `step_result`). `config` has its dtype resolved.
-
-    first_step_s runs from the start of the process to the end of the first step. Its split: import (the interpreter and modules),
-    plan (programs, lowering, addresses), compile, map, init (weights), step (the first), rest; on a GPU also load, the driver's
-    loading of the code."""
+    """Context manager: (bench after its first step, facts about the start for `step_result`). `config` has its dtype resolved.
+    first_step_s is from process start to the end of the first step, split into import, plan (programs, lowering, addresses),
+    compile, map, init (weights), step and rest; on a GPU also load (of code by the driver)."""
     imported = seconds_since_start()
-    before, start = resident_bytes()[0], time.perf_counter()
+    resident_before, start = resident_bytes()[0], time.perf_counter()
     counter = CallCounter()
     with ExitStack() as stack:
         with counter.watching_new_threads():
@@ -134,7 +131,7 @@ def opened(config: Config, *, device: str = "cpu", ranks: Ranks = ALONE) -> Iter
                 "first_step_s": everything,
                 "first_step_split": split | {"rest": everything - sum(split.values())},
                 "first_step": first.to_json(),
-                "resident_before_bytes": before,
+                "resident_before_bytes": resident_before,
                 "counter": counter,
             },
         )
@@ -154,8 +151,8 @@ def measure(config: Config, *, steps: int, digest: bool = False, device: str = "
 def step_result(
     bench: StepBench, facts: dict[str, Any], samples: list[Sample], *, now: int, peak_rss: int, counter: CallCounter
 ) -> dict[str, Any]:
-    """The JSON object of `measure`: `facts` of the start from `opened`, `samples` of the warm steps, resident bytes `now` and at
-    their peak, Python's calls of one step (`counter`)."""
+    """The JSON of `measure`, from the `facts` of `opened`, `samples` of warm steps, resident bytes `now` and at their peak, and the
+    Python calls of one step (`counter`)."""
     compiled, train = bench.compiled, bench.train
     seconds = [s.seconds for s in samples]
     median_s = median(seconds)
@@ -187,8 +184,8 @@ def where_it_ran(compiled: CompiledModel) -> dict[str, Any]:
 
 
 def serve(config: Config, *, device: str = "cpu", ranks: Ranks = ALONE, lines: Iterable[str] | None = None) -> None:
-    """Serve one side of an interleaved comparison (barellm.tools.bench.interleaved): print a JSON object about the start, then for
-    each request line, a number of steps, one about these steps. `lines`: the requests, else standard input."""
+    """Serve one side of an interleaved benchmark: print JSON about the start, then for each request line (a number of steps) JSON
+    about these steps. `lines`: the requests; None: standard input."""
     with opened(config, device=device, ranks=ranks) as (bench, facts):
         start = where_it_ran(bench.compiled) | {"dtype": bench.train.dtype}
         start |= {"arena_bytes": bench.compiled.plan.arena_bytes}

@@ -21,8 +21,7 @@ Clock = Callable[[int], int]  # ticks to nanoseconds
 
 
 def events(session: CpuSession, step: TracedStep, *, title: str) -> dict[str, Any]:
-    """The JSON object of the file for a CPU: a track for Python's main thread with the step and its programs, and one for each
-    thread, with a slice for every call, named by op, place and shape, and for every barrier."""
+    """Perfetto JSON for a CPU: Python's main thread with step and programs, and worker threads with calls and barriers."""
 
     def clock(tick: int) -> int:
         return round((tick - step.begin) * step.tick_s * 1e9)
@@ -40,8 +39,7 @@ def events(session: CpuSession, step: TracedStep, *, title: str) -> dict[str, An
 
 
 def device_events(session: Any, step: DeviceStep, *, title: str) -> dict[str, Any]:
-    """The JSON object of the file for a GPU: a track of the programs, one behind the other, and one with a slice for every
-    launch."""
+    """Perfetto JSON for a GPU: a track of programs and one with a slice per launch."""
     made = [_name("process_name", PYTHON, title), *_named(PYTHON, "programs"), *_named(PYTHON + 1, "GPU")]
     start = 0
     for program, seconds in step.launches_s:
@@ -67,8 +65,7 @@ def _labels(session: Any, program: str) -> list[tuple[str, str, dict[str, Any]]]
 
 
 def _thread(session: CpuSession, stamps: np.ndarray, program: str, thread: int, clock: Clock) -> list[dict[str, Any]]:
-    """The slices of one thread in one run of a program: a call each from BEGIN to DONE, and its barrier, if any, from DONE to
-    LEFT."""
+    """Slices of one thread in a program's run: each call from BEGIN to DONE, and its barrier from DONE to LEFT."""
     made, track = [], thread + 1
     for at, (label, name, about) in enumerate(_labels(session, program)):
         begin, done, left = (clock(int(stamps[at, i])) for i in (BEGIN, DONE, LEFT))

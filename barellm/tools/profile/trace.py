@@ -53,12 +53,11 @@ class Traces:
         return [100 * (t.seconds / t.steps / u - 1) for t, u in zip(self.traced, self.untraced_s, strict=True)]
 
     def median_step(self) -> TracedStep:
-        """The traced step of median duration."""
         return sorted(self.traced, key=lambda step: step.seconds)[len(self.traced) // 2]
 
 
 def record(bench: StepBench, steps: int) -> Traces:
-    """Run `steps` pairs of a traced and an untraced step; which of a pair is first changes from pair to pair."""
+    """Run `steps` pairs of a traced and an untraced step, alternating which comes first."""
     session: CpuSession = bench.compiled.session
     buffers: list[dict[str, np.ndarray]] = []  # of stamps by program, for each run of a cycle; reused by the next step
     order: list[str] = []  # programs of the current step
@@ -117,8 +116,7 @@ def check_order(step: TracedStep) -> None:
 
 
 def account(step: TracedStep) -> list[dict[str, Any]]:
-    """A row for each thread: seconds of work, barriers and idling of an average step, and the percentage of the cycle that they
-    miss (`residual_percent`)."""
+    """A row per thread: seconds of work, barriers and idling of an average step, and what they miss of it (`residual_percent`)."""
     rows = []
     for thread in range(step.threads):
         runs = [stamps[thread] for _, stamps in step.runs if len(stamps[thread])]

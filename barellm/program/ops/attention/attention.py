@@ -28,7 +28,6 @@ from barellm.program.ops.pointwise.random import keep
 
 
 def split_heads(x: np.ndarray, heads: int) -> np.ndarray:
-    """(B, T, C) -> (B, H, T, D)."""
     B, T, C = x.shape
     return x.reshape(B, T, heads, C // heads).transpose(0, 2, 1, 3)
 
@@ -55,7 +54,6 @@ def check_heads(name: str, heads: int, kv_heads: int, q: Tensor, k: Tensor, v: T
 
 
 def join_heads(x: np.ndarray) -> np.ndarray:
-    """(B, H, T, D) -> (B, T, C)."""
     B, H, T, D = x.shape
     return x.transpose(0, 2, 1, 3).reshape(B, T, H * D)
 
@@ -64,8 +62,8 @@ def scores(
     q: np.ndarray, k: np.ndarray, pos: int = 0,
     *, scale: float | None = None, softcap: float = 0.0, first: np.ndarray | int = 0, causal: bool = True,
 ) -> np.ndarray:  # fmt: skip
-    """Scaled and, unless `softcap` is 0, capped q k^T (B, H, T, S), in causal attention -inf where the key is later than the query,
-    query t being at position pos + t, or where it is before the `first` (B, 1, T, 1) that the query sees."""
+    """Scaled, softcapped (unless `softcap` is 0) and masked scores q k^T, (B, H, T, S). In causal attention they are -inf where the
+    key is later than the query (query t has position pos + t) or before `first` (B, 1, T, 1), the first key that the query sees."""
     s = q @ k.transpose(0, 1, 3, 2)
     s = s / sqrt(q.shape[-1]) if scale is None else s * scale
     s = softcap * np.tanh(s / softcap) if softcap else s
@@ -171,7 +169,6 @@ class Dense(Scored):
         return [shared(self.split(x, n), H // self.fold) for x, n in ((q, H), (k, G), (v, G))]
 
     def join(self, x: np.ndarray) -> np.ndarray:
-        """The opposite of `split`."""
         joined = join_heads(x)
         B, T, C = joined.shape
         return joined.reshape(B, T // self.fold, C * self.fold)
@@ -191,19 +188,17 @@ class Dense(Scored):
         return scores(q, k, scale=self.scale_of(named), softcap=self.softcap, first=first, causal=self.causal)
 
     def keep(self, q: np.ndarray, named: dict[str, Any]) -> np.ndarray | float:
-        """Multipliers of the dropout."""
         return keep_probabilities(q, self, *(named.get(name, 0) for name in ("seed", "step", "sample")))
 
     def products(self, count: int) -> int:
-        """Operations of `count` matmuls over all pairs of a query and a key that it sees, by the widest window, documents
-        apart."""
+        """FLOPs of `count` matmuls over all (query, key) pairs within the widest window; document boundaries are not counted."""
         B, T, C = (int(n) for n in self.out.shape)
         length = self.fold * T
         if not self.causal:
             return count * B * 2 * length**2 * C
-        before = self.most_window or None if self.window else self.keys_before(length)
-        most = length if before is None else min(length, before + 1)
-        pairs = most * (most + 1) // 2 + (length - most) * most
+        window = self.most_window or None if self.window else self.keys_before(length)
+        longest = length if window is None else min(length, window + 1)
+        pairs = longest * (longest + 1) // 2 + (length - longest) * longest
         return count * B * 2 * pairs * (C // self.fold)
 
 
@@ -254,6 +249,8 @@ class AttentionBackward(Dense):
         return {"dq": (q.shape, q.dtype), "dk": (k.shape, k.dtype), "dv": (v.shape, v.dtype)}
 
     def reference(self, q, k, v, out, dout, lse, starts=None, **named):
+        """The formulas of the class's docstring; p, m, ds are P, M, dS (B, H, T, T). `gathered` sums over query heads that share a
+        key head; `fold` is 2 for paired heads, else 1."""
         G = self.kv_heads // self.fold
         q, k, v = self.operands(q, k, v)
         do, o = self.split(dout, self.heads), self.split(out, self.heads)
@@ -261,6 +258,7 @@ class AttentionBackward(Dense):
         p = np.exp(s - lse.reshape(*q.shape[:3], 1))
         m = self.keep(q, named)
         ds = p * (m * (do @ v.transpose(0, 1, 3, 2)) - (do * o).sum(-1)[..., None])
+        # Derivative of c tanh(s / c); masked s is -inf
         ds = ds * (1 - np.where(p > 0, s / self.softcap, 0) ** 2) if self.softcap else ds
         scale = self.scale_of(named) or 1 / sqrt(q.shape[-1])
         dq, dk = ds @ k * scale, ds.transpose(0, 1, 3, 2) @ q * scale
@@ -284,10 +282,11 @@ class AttentionCached(Scored):
     inplace: ClassVar[dict[str, str]] = {"k_cache": "k_cache", "v_cache": "v_cache"}
     product = True
 
-    def infer(self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, **places: Tensor) -> dict[str, Spec]:
+    def infer(self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, **indices: Tensor) -> dict[str, Spec]:
+        """Check the shapes of the class's docstring; the caches keep theirs (they are updated in place)."""
         self.check(q, k, v)
-        check_rows("attention_cached", places.get("positions"), q)
-        (B, T, _), slots = q.shape, places.get("slots")
+        check_rows("attention_cached", indices.get("positions"), q)
+        (B, T, _), slots = q.shape, indices.get("slots")
         if slots is not None and (slots.shape != (B,) or slots.dtype != "i32"):
             raise ValueError(f"attention_cached expects slots (B,) i32: {describe(q=q, slots=slots)}")
         fits = k_cache.shape[0] >= (B if slots is None else 1) and k_cache.shape[1] >= T and k_cache.shape[2] == k.shape[2]
@@ -301,16 +300,17 @@ class AttentionCached(Scored):
         return {"slots": (0, int(self.k_cache.shape[0]) - 1), "positions": (0, int(self.k_cache.shape[1]) - 1)}
 
     def reference(self, q, k, v, k_cache, v_cache, positions=None, slots=None, pos=0):
+        """For each text b: write k and v into its cache row at its position, then attend to all cached keys within the window."""
         B, T, _ = q.shape
         k_cache, v_cache, out = k_cache.copy(), v_cache.copy(), np.empty_like(q)
         for b in range(B):
-            at = pos if positions is None else min(int(positions[b, 0]), k_cache.shape[1] - T)
+            start = pos if positions is None else min(int(positions[b, 0]), k_cache.shape[1] - T)
             row = b if slots is None else int(slots[b])
-            k_cache[row, at : at + T], v_cache[row, at : at + T] = k[b], v[b]
-            keys, values = (shared(split_heads(x[[row], : at + T], self.kv_heads), self.heads) for x in (k_cache, v_cache))
-            before = self.keys_before(at + T)
-            first = 0 if before is None else at + np.arange(T)[:, None] - before
-            s = scores(split_heads(q[[b]], self.heads), keys, at, scale=self.scale, softcap=self.softcap, first=first)
+            k_cache[row, start : start + T], v_cache[row, start : start + T] = k[b], v[b]
+            keys, values = (shared(split_heads(x[[row], : start + T], self.kv_heads), self.heads) for x in (k_cache, v_cache))
+            window = self.keys_before(start + T)
+            first = 0 if window is None else start + np.arange(T)[:, None] - window
+            s = scores(split_heads(q[[b]], self.heads), keys, start, scale=self.scale, softcap=self.softcap, first=first)
             out[b] = join_heads(np.exp(s - log_sum_exp(s)[..., None]) @ values)[0]
         return {"out": out, "k_cache": k_cache, "v_cache": v_cache}
 

@@ -95,6 +95,7 @@ class QKRotary(_Heads):
         return {"y": (x.shape, x.dtype), "rstd": ((*x.shape[:2], self.heads + self.kv_heads), "fp32")}
 
     def reference(self, x, cos, sin):
+        """RMSNorm per head, then rotate the first half of its columns; see the class's docstring."""
         B, T, W = x.shape
         half = 2 * cos.shape[1]
         n = x.reshape(B, T, -1, 2 * half)
@@ -132,6 +133,7 @@ class QKRotaryBackward(_Heads):
         return {"dx": (x.shape, x.dtype)}
 
     def reference(self, dy, x, rstd, cos, sin):
+        """Inverse rotation, undo the shift, then RMSNorm's gradient; see the class's docstring."""
         B, T, W = x.shape
         half = 2 * cos.shape[1]
         dy = dy.reshape(B, T, -1, 2 * half)
@@ -163,9 +165,9 @@ class Calls(Graph):
         self, x: Tensor, tables: tuple[Tensor, Tensor], *, heads: int, kv_heads: int = 0, paired: bool = False,
         shift: bool = False, eps: float,
     ) -> Tensor:  # fmt: skip
-        """Normalise each head of x (B, T, (heads + kv_heads) * D), queries and keys side by side, and turn half of its columns.
-        `kv_heads` 0 means as many as `heads`. With `paired`, heads of odd number are half a position later, so the tables have two
-        rows for each position. With `shift`, the upper half of the columns of each key comes from the position before."""
+        """Normalize each head of x (B, T, (heads + kv_heads) * D), packed queries and keys, and apply RoPE to half of its columns.
+        `kv_heads` 0 means as many as `heads`. With `paired`, odd heads are half a position later, so the tables have two rows for
+        each position. With `shift`, the upper half of each key's columns is that of the position before."""
         cos, sin = tables
         attrs = {"heads": heads, "kv_heads": kv_heads or heads, "paired": paired, "shift": shift, "eps": eps}
         return self.apply(QKRotary, x=x, cos=cos, sin=sin, **attrs).y

@@ -51,30 +51,30 @@ class Scaling:
 
 
 def frequencies(head_size: int, *, theta: float, scaling: Scaling | None = None, length: int = 0) -> np.ndarray:
-    """(D / 2,) float64: the angle by which each plane turns from one position to the next, in tables of `length` positions."""
+    """Angle per position of each rotated plane, (D / 2,) float64: theta^(-2i/D), scaled for tables of `length` positions."""
     D, s = head_size, scaling
     if s is not None and s.kind == "dynamic" and length > s.old_seq:
         theta *= (s.factor * length / s.old_seq - (s.factor - 1)) ** (D / (D - 2))
-    turn = np.exp(-log(theta) * np.arange(0, D, 2) / D)
+    base = np.exp(-log(theta) * np.arange(0, D, 2) / D)
     if s is None or s.kind == "dynamic":
-        return turn
+        return base
     if s.kind == "linear":
-        return turn / s.factor
+        return base / s.factor
     if s.kind == "longrope":
-        by = s.long if length > s.old_seq else s.short
-        if len(by) != D // 2:
-            raise ValueError(f"longrope of {len(by)} numbers, the head has {D // 2} planes that turn")
-        return turn / np.array(by)
+        divisors = s.long if length > s.old_seq else s.short
+        if len(divisors) != D // 2:
+            raise ValueError(f"longrope of {len(divisors)} numbers, the head has {D // 2} planes that turn")
+        return base / np.array(divisors)
     if s.kind == "yarn":
         # The plane, as a real number, that turns so often within the old length.
-        ends = [D * log(s.old_seq / (2 * pi * n)) / (2 * log(theta)) for n in (s.high_factor, s.low_factor)]
-        first, last = (floor(ends[0]), ceil(ends[1])) if s.truncate else ends
+        bounds = [D * log(s.old_seq / (2 * pi * n)) / (2 * log(theta)) for n in (s.high_factor, s.low_factor)]
+        first, last = (floor(bounds[0]), ceil(bounds[1])) if s.truncate else bounds
         first, last = max(first, 0), min(last, D - 1)
         smooth = 1 - np.clip((np.arange(D // 2) - first) / (last - first or 1e-3), 0, 1)
     else:
-        ratio = s.old_seq * turn / (2 * pi)  # turns within the old length
+        ratio = s.old_seq * base / (2 * pi)  # turns within the old length
         smooth = np.clip((ratio - s.low_factor) / (s.high_factor - s.low_factor), 0, 1)
-    return turn * (smooth + (1 - smooth) / s.factor)
+    return base * (smooth + (1 - smooth) / s.factor)
 
 
 class Rope(Op):
@@ -87,6 +87,7 @@ class Rope(Op):
     scalars = ("pos",)
 
     def infer(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None) -> dict[str, Spec]:
+        """Check that the tables fit the heads and the positions; y has x's shape."""
         D = 2 * int(cos.shape[-1])
         fits = len(x.shape) == 3 and len(cos.shape) == 2 and cos.shape == sin.shape
         if not fits or not 0 < self.heads * D <= x.shape[2]:

@@ -31,7 +31,6 @@ class _BlockProduct(Op):
             raise ValueError(f"{self.name} expects {expected}: {describe(weight=weight)}")
 
     def work(self, count: int) -> int:
-        """Operations for `count` tokens."""
         return 2 * count * len(self.layout) * self.layout.block**2
 
 

@@ -159,7 +159,7 @@ class Static:
 
 
 def scaled_matmul(p: Graph, x: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
-    """x (..., K), weight (K, N) -> x @ weight (..., N), multiplied in 8 bits, forward and backward."""
+    """x (..., K), weight (K, N) -> x @ weight (..., N), in FP8 in both passes, with scales that `scaling` chooses."""
     if p.precision.scaled:
         raise ValueError(f"products in 8 bits scale their gradients themselves: expected fp32 or bf16, not {p.compute}")
     if len(weight.shape) != 2 or x.shape[-1] != weight.shape[0]:

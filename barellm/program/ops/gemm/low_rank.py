@@ -19,8 +19,7 @@ MOST_BLOCKS = 3  # of one weight: q, k and v
 
 @dataclass(frozen=True)
 class LowRank:
-    """The adapter of one linear layer: A, and of each block its first column of y and its B. `dropout` is the rate of A's input
-    in training."""
+    """The LoRA adapter of a linear layer: A, and of each block its first column of y and its B. `dropout` is of A's input."""
 
     a: Tensor
     blocks: tuple[tuple[int, Tensor], ...]
@@ -28,7 +27,7 @@ class LowRank:
     dropout: float = 0.0
 
     def append(self, p: Graph, x: Tensor, y: Tensor) -> Tensor:
-        """Append y += s drop(x) A^T B^T. x is the operand of the layer's own matmul."""
+        """Append the adapter's term y += s drop(x) A^T B^T, in place; x is the operand of the layer's own matmul. Returns y."""
         if p.training and self.dropout:
             x = p.apply(Dropout, x=x, rate=self.dropout, stream=p.random_stream(self.dropout)).y
         u = p.apply(Matmul, x=x, weight=self.a).y

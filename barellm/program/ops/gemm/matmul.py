@@ -117,8 +117,7 @@ class BiasGrad(Op):
 
 class Calls(Graph):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed_weight: bool = False) -> Tensor:
-        """x (..., K), weight (N, K), bias (N) -> x @ weight.T + bias (..., N). `transposed_weight`: the weight is stored as (K,
-        N)."""
+        """x (..., K), weight (N, K), bias (N) -> x @ weight.T + bias (..., N). `transposed_weight`: weight is stored as (K, N)."""
         x = operand(self, x)
         if not transposed_weight:
             self.store.linears[weight.name] = weight

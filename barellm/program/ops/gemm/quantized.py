@@ -1,5 +1,4 @@
-"""Matmuls with a quantized weight. Shapes: x (..., K), codes and scales as `program.quantization` packs a matrix (N, K), y
-(..., N)."""
+"""Matmuls with a quantized weight. Shapes: x (..., K), y (..., N), codes and scales as `program.quantization` packs (N, K)."""
 
 from __future__ import annotations
 

@@ -43,7 +43,6 @@ class OfMatrices(Op):
         return rows > cols
 
     def each(self, x: np.ndarray) -> np.ndarray:
-        """The matrices of an array, (matrices, rows, cols)."""
         return x.reshape(self.matrices, -1, x.shape[1])
 
     def expect(self, **tensors: Tensor) -> None:
@@ -82,6 +81,7 @@ class MuonMomentum(OfMatrices):
         return {"m": (m.shape, m.dtype), "u": (grad.shape, self.attrs["dtype"]), "partials": (partials, "fp32")}
 
     def reference(self, grad, m, clip, momentum):
+        """The class's formulas; clip[1] is NaN after a step with non-finite gradients, which must change nothing."""
         if np.isnan(clip[1]):
             u = np.zeros_like(m)
         else:
@@ -248,6 +248,7 @@ class MuonUpdate(OfMatrices):
         return {"param": (param.shape, param.dtype)}
 
     def reference(self, param, x, clip, scales=None, **rates):
+        """The class's formulas; x is the orthogonalized momentum, `scales` NorMuon's factors of its rows or columns."""
         if np.isnan(clip[1]):
             return {"param": param}
         if scales is not None:

@@ -46,15 +46,16 @@ class ClipScale(Op):
         return {"clip": ((2,), "fp32"), "skipped": (skipped.shape, skipped.dtype), **state}
 
     def reference(self, skipped, loss_scale=None, **partials):
-        by = 1.0 if loss_scale is None else scale_of(loss_scale)
-        norm = np.sqrt(sum(p.sum() for p in partials.values())) / by
+        """clip = [norm, scale] from the partial sums; NaN as scale tells the optimizers to skip the step."""
+        loss_factor = 1.0 if loss_scale is None else scale_of(loss_scale)
+        norm = np.sqrt(sum(p.sum() for p in partials.values())) / loss_factor
         finite = np.isfinite(norm)
         state = {} if loss_scale is None else {"loss_scale": self._next(loss_scale, bool(finite))}
         if not finite:
             return {"clip": np.array([norm, np.nan]), "skipped": skipped + 1, **state}
         limit = self.attrs["clip"]
         scale = min(1.0, limit / norm) if limit > 0 and norm > 0 else 1.0
-        return {"clip": np.array([norm, scale / by]), "skipped": skipped, **state}
+        return {"clip": np.array([norm, scale / loss_factor]), "skipped": skipped, **state}
 
     @staticmethod
     def _next(loss_scale: np.ndarray, finite: bool) -> np.ndarray:

@@ -70,6 +70,7 @@ class Householder(Op):
         return {"y": ((rank, x.size // rank), "fp32")}
 
     def reference(self, x):
+        """QR by Householder reflections; rows of `a` are the columns of x, so everything is transposed."""
         rank = self.attrs["rank"]
         a = np.array(x, dtype=np.float64).reshape(rank, -1)
         reflections = []

@@ -79,6 +79,7 @@ class FloatBias(PerTarget):
         return {"bias": (bias.shape, bias.dtype)}
 
     def reference(self, bias, sums, x, inv_targets=1.0):
+        """The class's formulas in fp32, as kernels compute them; other micro-batches only count."""
         if not due(int(bias[1])):
             return {"bias": np.array([bias[0], bias[1] + 1])}
         total, sum_abs, squares, top = (np.float32(v) for v in sums)

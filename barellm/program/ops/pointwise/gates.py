@@ -81,8 +81,9 @@ class Gated(Op):
     optional = ("base", "factor")
 
     def infer(self, x: Tensor, z: Tensor, base: Tensor | None = None, factor: Tensor | None = None) -> dict[str, Spec]:
-        alike = base is None or tuple(base.shape) == tuple(x.shape)
-        if len(x.shape) != 3 or tuple(z.shape[:2]) != tuple(x.shape[:2]) or x.shape[2] % z.shape[2] or not alike:
+        """Check the shapes; y has x's shape, and base's dtype if there is one."""
+        same_shape = base is None or tuple(base.shape) == tuple(x.shape)
+        if len(x.shape) != 3 or tuple(z.shape[:2]) != tuple(x.shape[:2]) or x.shape[2] % z.shape[2] or not same_shape:
             found = describe(x=x, z=z, base=base)
             raise ValueError(f"gated expects x and base (B, T, C) and z (B, T, N) where N divides C: {found}")
         if factor is not None and tuple(factor.shape) != (1,):
@@ -123,6 +124,7 @@ class GatedBackward(Op):
         return {"dx": (x.shape, x.dtype), "dz": (z.shape, z.dtype), **more}
 
     def reference(self, dy, x, z, factor=None):
+        """The class's formulas, summed over each group's C / N columns; `dots` is sum of dy[t] x[t - shift] per group."""
         B, T, C = x.shape
         N, shift = z.shape[2], self.shift
         s, c = sigmoid(z), multiplier(factor, scale=self.scale, squash=self.squash)
@@ -142,15 +144,15 @@ class GatedBackward(Op):
 
 class Calls(Graph):
     def gate_logits(self, x: Tensor, weight: Tensor, extra: Tensor | None = None) -> Tensor:
-        """Logits z (B, T, N) fp32 of gates, from the first K columns of x (B, T, C), weight (N, K). With `extra`, the first K/2
-        columns of x and the first K/2 of extra are read instead. Call it before the other ops that read x: the backward pass then
-        adds its few columns to a gradient of x that is there already, and need not begin with zeros."""
+        """Gate logits z (B, T, N) fp32 from the first K columns of x (B, T, C), weight (N, K); with `extra`, from the first K/2
+        columns of both. Call it before the other ops that read x: the backward pass then adds these few columns to an existing
+        gradient of x, and need not start one from zeros."""
         K = int(weight.shape[-1])
         if extra is not None and K % 2:
             raise ValueError(f"gate_logits with extra expects an even number of weights a gate: {describe(weight=weight)}")
         k = K if extra is None else K // 2
-        more = None if extra is None else _first(extra, k)
-        return self.apply(GateLogits, x=_first(x, k), weight=weight, extra=more).z
+        extra_columns = None if extra is None else _first(extra, k)
+        return self.apply(GateLogits, x=_first(x, k), weight=weight, extra=extra_columns).z
 
     def gated(
         self, x: Tensor, z: Tensor, *, base: Tensor | None = None, scale: float = 1.0, factor: Tensor | None = None,

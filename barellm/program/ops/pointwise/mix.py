@@ -34,7 +34,7 @@ class Mix(Op):
         return arrays[COEFFICIENTS[i]] if self.numbers[i] is None else self.numbers[i]
 
     def gradient(self, g, y):
-        """One `MixBackward` for all terms and tensor coefficients; terms whose gradient is that of y itself are aliased."""
+        """One `MixBackward` for all terms and tensor coefficients. The gradient of a term times 1.0 in y's dtype is aliased."""
         targets: dict[str, Tensor] = {}
         operands: dict[str, Tensor] = {}
         dtypes = [self.inputs[x].dtype for x, _ in zip(TERMS, self.numbers, strict=False)]
@@ -65,6 +65,7 @@ class MixBackward(Op):
     optional = (*TERMS, *COEFFICIENTS, *(f"d{x}" for x in TERMS), *(f"d{k}" for k in COEFFICIENTS))
 
     def infer(self, dy: Tensor, **others: Tensor) -> dict[str, Spec]:
+        """Check the shapes; outputs are dx_i with a dtype in `dtypes`, and dk_i (1,) for tensor coefficients."""
         for name, t in others.items():
             if tuple(t.shape) != tuple(dy.shape if name in TERMS else (1,)):
                 raise ValueError(f"mix_backward expects terms of dy's shape: {describe(dy=dy, **{name: t})}")

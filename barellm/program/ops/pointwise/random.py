@@ -97,7 +97,6 @@ def keep(seed: int, step: int, sample: int, stream: int, rows: np.ndarray, colum
 
 
 def keep_batch(shape: tuple[int, ...], rate: float, stream: int, seed: int, step: int, sample: int) -> np.ndarray:
-    """`keep` for x (B, T, C)."""
     B, T, C = shape
     return np.stack([keep(seed, step, sample + b, stream, np.arange(T), C, rate) for b in range(B)])
 

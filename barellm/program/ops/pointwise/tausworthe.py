@@ -79,15 +79,15 @@ def draws(generator: Generator, states: list[np.ndarray], count: int) -> np.ndar
 def stream_words(
     generator: Generator, seed: int, step: int, sample: int, stream: int, rows: np.ndarray, columns: int
 ) -> np.ndarray:
-    """One uint32 word per (row, column): (R, columns)."""
+    """Uint32 draws for the given rows, (R, columns): one per column, from the stream that the module's docstring assigns to it."""
     key = threefry(seed & ALL, step & ALL, sample & ALL, stream)
     blocks = -(-columns // BLOCK)
     first = (2 * HALF * np.arange(blocks)[:, None] + np.arange(HALF))[None]  # (1, blocks, HALF)
     row = np.asarray(rows, np.uint32)[:, None, None]
     words = [word for i in (first, first + HALF) for word in threefry(*key, i.astype(np.uint32), row)]
     states = [component.begin(word) for component, word in zip(generator, words, strict=False)]
-    found = draws(generator, states, 1 + DRAWS)[1:]  # (DRAWS, R, blocks, HALF)
-    return found.transpose(1, 2, 0, 3).reshape(len(rows), -1)[:, :columns]
+    words_of = draws(generator, states, 1 + DRAWS)[1:]  # (DRAWS, R, blocks, HALF)
+    return words_of.transpose(1, 2, 0, 3).reshape(len(rows), -1)[:, :columns]
 
 
 def keep_stream(
