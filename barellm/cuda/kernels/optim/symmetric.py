@@ -1,8 +1,9 @@
-"""Muon's orthogonalization (Newton-Schulz, Polar Express): GEMMs with symmetric results, and x times them. Each is done for all
-matrices of one shape in one launch, by a table of their addresses (multi_tensor.py), axis 1 of the grid being the matrix.
+"""Muon's orthogonalization (Newton-Schulz, Polar Express): GEMMs with symmetric results (SYRK), and x times them. One launch does
+all matrices of one shape, by a table of their addresses (multi_tensor.py): axis 0 of the grid is the tile, axis 1 the matrix.
 
-Shapes: a, b (N, N); x, y (M, N) tall or (N, M) wide. Of a symmetric result only tiles that reach below the diagonal are computed.
-What is below it is stored as it is and transposed, so both triangles are bitwise equal. HALF, FP16: `matrix_constants`."""
+Shapes: a, b (N, N); x, y (M, N) tall or (N, M) wide. Of a symmetric result only tiles that reach below the diagonal are computed;
+each is stored as it is and transposed, so both triangles are bitwise equal. ENTRIES: matrices of the table. HALF, FP16: the
+matrices' dtype (`matrix_constants`). TF32: fp32 inputs are rounded to TF32 for the tensor cores."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ def symmetric_product(
     table, ENTRIES: tl.constexpr, N: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, POLYNOMIAL: tl.constexpr,
     HALF: tl.constexpr, FP16: tl.constexpr, TF32: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One B x B tile of out (N, N) = x x^T of x (N, DEPTH), or x^T x of x (DEPTH, N) where COLUMNS; or, POLYNOMIAL, linear x +
-    square x x of a symmetric x (N, N), with factors from the table. Tiles above the diagonal do nothing."""
+    """One B x B tile of out (N, N) = x x^T of x (N, DEPTH), or x^T x of x (DEPTH, N) where COLUMNS; or, where POLYNOMIAL, linear x
+    + square x x of a symmetric x (N, N), with factors from the table. The loop over the depth has steps of BK. Programs of tiles
+    above the diagonal return at once."""
     TILES: tl.constexpr = (N + B - 1) // B
     m0, n0, entry = tl.program_id(0) // TILES * B, tl.program_id(0) % TILES * B, tl.program_id(1)
     if n0 <= m0:
@@ -66,8 +68,8 @@ def gram_apply(
     table, ENTRIES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     HALF: tl.constexpr, FP16: tl.constexpr, TF32: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One (BM, BN) tile of y (M, N) = scale x + a (M, K) b (K, N): a, b are x and a symmetric matrix, in the order that their
-    shapes want."""
+    """One BM x BN tile of y (M, N) = scale x + a (M, K) @ b (K, N), the last GEMM of a Newton-Schulz step: a and b are x and a
+    symmetric polynomial b of its Gram matrix if x is tall, b and x if it is wide. The loop over K has steps of BK."""
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     m0, n0, entry = tl.program_id(0) // n_tiles * BM, tl.program_id(0) % n_tiles * BN, tl.program_id(1)
     y = matrix_pointer(table, entry, APPLY_Y, ENTRIES, N, HALF, FP16)
@@ -93,12 +95,13 @@ def gram_apply(
 
 
 def side_of(n: int, dtype: str) -> int:
-    """Rows and columns of a tile of an (n, n) result: few large ones leave a GPU idle."""
+    """Rows and columns of the square tile of an (n, n) result: a small matrix gets small tiles, as a few large ones leave
+    multiprocessors idle."""
     return 128 if dtype != "fp32" and n >= 512 else 64 if n > 32 else 32
 
 
 def tile_constants(c: Lowering, n: int, dtype: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """(constants, compiler's options) of a GEMM on tiles with sides as `side_of` says."""
+    """(compile-time constants, compiler options) of a GEMM whose square tiles have the side of `side_of`."""
     side = side_of(n, dtype)
     tf32 = c.target.tf32 if dtype == "fp32" else None
     constants = {**matrix_constants(dtype), "TF32": tf32 or None, "BK": 32 if dtype == "fp32" else 64}
@@ -108,8 +111,8 @@ def tile_constants(c: Lowering, n: int, dtype: str) -> tuple[dict[str, Any], dic
 def _symmetric(
     c: Lowering, each: list[Any], outs: list[Any], xs: list[Any], *, depth: int, columns: bool, factors: dict[str, Any]
 ) -> None:
-    """Launch symmetric_product for the ops `each`: `outs` from `xs`, both a tensor for each op; `factors`: fields of a polynomial,
-    or {}."""
+    """Launch symmetric_product for the ops `each`, from tensors `xs` into `outs` (one of each for an op). `factors`: the table's
+    fields linear and square of a polynomial, or {}."""
     n, dtype = int(outs[0].shape[1]), xs[0].dtype
     constants, options = tile_constants(c, n, dtype)
     side, entries = side_of(n, dtype), sum(o.matrices for o in each)
@@ -129,6 +132,8 @@ def lower_gram(op: Any, c: Lowering) -> None:
 
 @lowering("gram_polynomial")
 def lower_polynomial(op: Any, c: Lowering) -> None:
+    """b = linear a + square a a, with fp64 factors in the table: they differ between Newton-Schulz steps, which so share the
+    code."""
     each: list[Any] = members(op)
     factors = {"linear": ("fp64", repeated(each, lambda o: float(o.linear)))}
     factors |= {"square": ("fp64", repeated(each, lambda o: float(o.square)))}
