@@ -44,8 +44,7 @@ def replay_seconds(context: driver.Context, start: Callable[[], None], repeats: 
 
 
 def opless_kernel(
-    function: DeviceFunction, kinds: dict[str, str], constants: dict[str, Any],
-    *, warps: int = 4, aligned: tuple[str, ...] = (),
+    function: DeviceFunction, kinds: dict[str, str], constants: dict[str, Any], *, warps: int = 4, aligned: tuple[str, ...] = (),
 ) -> Specialisation:  # fmt: skip
     """A kernel that belongs to no op. `kinds`: the types of its parameters, in their order; `aligned`: pointers that are multiples
     of 16 bytes."""

@@ -157,8 +157,7 @@ def factor_of(k: KernelBuilder, loss_scale: Pointer | None, cap: Cap | None, fp8
 
 
 def row_losses(
-    k: KernelBuilder, lse, losses, nexts, logits, targets, row_begin, row_limit,
-    *, V, valid, dims, inner, cap, **more,
+    k: KernelBuilder, lse, losses, nexts, logits, targets, row_begin, row_limit, *, V, valid, dims, inner, cap, **more,
 ) -> None:  # fmt: skip
     """Forward pass: lse (None: not stored), and losses and nexts as in `write_loss`, of each row."""
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
@@ -170,8 +169,7 @@ def row_losses(
 
 
 def row_losses_and_gradients(
-    k: KernelBuilder, losses, nexts, logits, targets, loss_scale, row_begin, row_limit,
-    *, V, valid, dims, inner, cap, **more,
+    k: KernelBuilder, losses, nexts, logits, targets, loss_scale, row_begin, row_limit, *, V, valid, dims, inner, cap, **more,
 ) -> None:  # fmt: skip
     """Forward and backward pass in one: losses and nexts as in `row_losses`, and the gradient, which overwrites the logits while
     their row is in the cache. `loss_scale`: the state of dynamic loss scaling, None: off."""

@@ -48,8 +48,7 @@ class Squares:
 
 
 def transpose_tiles(
-    k: KernelBuilder, y: Pointer, x: Pointer, rows: int, columns: int, *, side: int, inner: Square, edge: Square,
-    adds: bool,
+    k: KernelBuilder, y: Pointer, x: Pointer, rows: int, columns: int, *, side: int, inner: Square, edge: Square, adds: bool,
 ) -> None:  # fmt: skip
     """Transpose tiles of x in parallel, by squares of `side` elements: inner(r, c) for a full square at x[r, c], edge(r, c) for a
     partial one. Software prefetches, for no hardware prefetcher follows so many rows: of long rows what is to their right, else

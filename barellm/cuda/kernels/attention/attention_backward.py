@@ -336,8 +336,7 @@ def lower_attention_backward(op: Any, c: Lowering) -> None:
     if t.warp_specialized:
         return launch_backward(op, c, t, stats, constants["SCALES"][0], keys=False)
     c.launch(
-        attention_dq, operands, constants | {"BM": t.queries, "BN": t.keys},
-        grid=blocks(op, op.heads, t.queries), **options(t),
+        attention_dq, operands, constants | {"BM": t.queries, "BN": t.keys}, grid=blocks(op, op.heads, t.queries), **options(t),
     )  # fmt: skip
 
 

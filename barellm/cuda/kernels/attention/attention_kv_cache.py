@@ -161,8 +161,7 @@ def lower_attention_cached(op: Any, c: Lowering) -> None:
     share, width = op.heads // op.kv_heads, int(op.k.shape[-1])
     caches = {"k_cache": op.k_cache, "v_cache": op.v_cache, "seq": seq}
     c.launch(
-        append_to_caches, caches | {"k": op.k, "v": op.v},
-        {"C": width, "L": L, "BLOCK": COPY, **row_strides(k=op.k, v=op.v)},
+        append_to_caches, caches | {"k": op.k, "v": op.v}, {"C": width, "L": L, "BLOCK": COPY, **row_strides(k=op.k, v=op.v)},
         grid=lambda s: (s.tokens, ceil_div(width, COPY)), writes="k_cache v_cache",
     )  # fmt: skip
     part = KeysPerSplit(L)

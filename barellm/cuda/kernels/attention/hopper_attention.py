@@ -165,8 +165,7 @@ def register_operand(p, dtype: gl.constexpr, SUMS: gl.constexpr):
 
 @gluon
 def write_tile(
-    out, lse, acc, row_sum, row_max, head, first, seq,
-    SCORES: gl.constexpr, SUMS: gl.constexpr, H: gl.constexpr, D: gl.constexpr,
+    out, lse, acc, row_sum, row_max, head, first, seq, SCORES: gl.constexpr, SUMS: gl.constexpr, H: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """Epilogue: out = acc / row_sum and lse of a consumer's queries from `first` on, those that are in the sequence."""
     m = first + gl.arange(0, WG_M, layout=gl.SliceLayout(1, SCORES))
@@ -235,8 +234,7 @@ def launch_forward(op: Any, c: Lowering, tile: AttentionConfig, scale_log2: floa
     assert (tile.queries, tile.keys) == (BLOCK.value, BLOCK.value), tile
     maps = {f"{name}_map": head_tensor_map(c, op.inputs[name], WG_M.value if name == "q" else BLOCK.value, D) for name in "qkv"}
     c.launch(
-        hopper_attention,
-        maps | {"out": op.out, "lse": op.lse, "seq": lambda s: s.seq, "heads": lambda s: s.batch * op.heads},
+        hopper_attention, maps | {"out": op.out, "lse": op.lse, "seq": lambda s: s.seq, "heads": lambda s: s.batch * op.heads},
         {"SCALE_LOG2": scale_log2, "H": op.heads, "GROUP_SIZE": share, "D": D, "STAGES": tile.num_stages},
         grid=lambda s: (min(c.target.sms, ceil_div(s.seq, BLOCK.value) * s.batch * op.heads),),
         writes="out lse", warps=tile.num_warps,

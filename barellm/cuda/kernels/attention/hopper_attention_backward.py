@@ -53,8 +53,7 @@ def streamed_rows(tile_row, seq, DKV: gl.constexpr):
 
 @gluon
 def producer(
-    x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items,
-    DKV: gl.constexpr, HEADS: gl.constexpr,
+    x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items, DKV: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: for each tile TMA loads of its x and y (WG_M rows for each consumer), then of blocks of a and b, with DKV
     those of each query head of the group, into every free stage, also of the next tile. `items`: tiles of all heads."""

@@ -19,8 +19,7 @@ def has_terms(m0, n0, BT: tl.constexpr, TERMS: tl.constexpr):
 
 @device
 def vectors_of(
-    relative, gap, BT: tl.constexpr, TERMS: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr,
+    relative, gap, BT: tl.constexpr, TERMS: tl.constexpr, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """The vectors (2 BT, DP) of the distances from gap - BT on, gap = m0 - n0; zeros for distances without a term. `relative`: of
     the head's first column."""
@@ -68,8 +67,7 @@ def add_terms(
 
 @device
 def add_terms_dq(
-    dq, ds, relative, m0, n0, BT: tl.constexpr, TERMS: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr,
+    dq, ds, relative, m0, n0, BT: tl.constexpr, TERMS: tl.constexpr, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """dq (BT, DP) plus what the relative terms contribute: the scores' gradient ds (BT, BT) times the vectors of their
     distances."""

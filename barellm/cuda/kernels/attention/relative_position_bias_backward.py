@@ -120,8 +120,7 @@ def append_drelative(c: Lowering, op: Any, tile: AttentionConfig, operands: dict
     partials = c.scratch("partials", (count.most(planned), 2, op.relative.size))
     longest = padded_head_size(int(np.diff(op.layout.offsets, axis=1).max()))
     c.launch(
-        block_sparse_attention_drelative,
-        operands | {"partials": partials, "chunk": count.chunk, "count": count},
+        block_sparse_attention_drelative, operands | {"partials": partials, "chunk": count.chunk, "count": count},
         constants | {"LEAST": gaps.start, "LONGEST": longest, "BT": BT},
         grid=lambda s: (len(gaps), op.heads, count.halves(s) // 2), writes="partials", **options(tile),
     )  # fmt: skip

@@ -18,8 +18,7 @@ WIDE = 256  # planes, or columns that pass through, of one program's row
 
 @device
 def rope(
-    y, x, cos, sin, scalars, rows, seq,
-    W: tl.constexpr, ROTARY_DIM: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr,
+    y, x, cos, sin, scalars, rows, seq, W: tl.constexpr, ROTARY_DIM: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """Rotate the first ROTARY_DIM columns (whole heads) of each row by the angles of its position pos + t; the columns behind pass
@@ -59,6 +58,5 @@ def lower_rope(op: Any, c: Lowering) -> None:
     c.launch(
         rope, {"y": op.y, "x": op.x, "cos": op.cos, "sin": op.sin, "rows": rows, "seq": lambda s: s.seq},
         constants | {"MODE": mode(op, "y")},
-        grid=lambda s: (ceil_div(rows(s), BR), ceil_div(rotary_dim // 2, BC) + ceil_div(W - rotary_dim, BC)),
-        writes="y",
+        grid=lambda s: (ceil_div(rows(s), BR), ceil_div(rotary_dim // 2, BC) + ceil_div(W - rotary_dim, BC)), writes="y",
     )  # fmt: skip

@@ -47,8 +47,7 @@ def lower_embedding(op: Any, c: Lowering) -> None:
 
 @device
 def embedding_dwpe(
-    dweight, dy, scalars, rows, batch, seq,
-    C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
+    dweight, dy, scalars, rows, batch, seq, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """The gradient of position embeddings: dweight[t] = sum of dy[:, t] over the batch in order; zero beyond the sequence. `rows`:
     those of dweight; a block (BR, BC) of it for each program."""
@@ -105,8 +104,7 @@ def merge_runs(merged, keys, n, run, steps, BLOCK: tl.constexpr):
 
 @device
 def add_token_rows(
-    dweight, partials, keys, dy, scalars, n,
-    C: tl.constexpr, STEPS: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
+    dweight, partials, keys, dy, scalars, n, C: tl.constexpr, STEPS: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """Sums of dy's rows by token, for STEPS sorted keys and a block of columns. A token whose keys are all here goes to dweight.
     partials (programs, 2, C): the sum of a token that began before the first key, and of one that goes on behind the last; of one
@@ -163,8 +161,7 @@ def join_token_rows(
 
 @device
 def clear_absent_tokens(
-    dweight, keys, scalars, rows, n, steps,
-    C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
+    dweight, keys, scalars, rows, n, steps, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """Zeros in the rows of dweight (rows, C) of tokens that do not occur, unless the run adds to dweight."""
     row, column, mask = tile_indices(rows, C, BR, BC)

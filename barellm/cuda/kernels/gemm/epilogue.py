@@ -25,8 +25,7 @@ def row_offsets(at, row, N, STRIDE: tl.constexpr):
 
 @device
 def epilogue_tile(
-    out, pre, bias, other, scalars, acc, m0, n0, at, M, N,
-    EPILOGUE: tl.constexpr, MODE: tl.constexpr, SUBTILES: tl.constexpr,
+    out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE: tl.constexpr, MODE: tl.constexpr, SUBTILES: tl.constexpr,
     OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Epilogue of the accumulators (BM, BN) of the tile at (m0, n0), whose first element is number `at`. It is done in SUBTILES (a

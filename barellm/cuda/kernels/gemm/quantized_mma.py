@@ -112,8 +112,7 @@ def quantized_mma(
     X_STRIDE in words."""
     # Axes of the sums: (warp, odd column, pair of columns, lane of four, one of two rows): a thread has four sums.
     SUMS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 0, 0, 1], [0, 1, 0, 0, 0]],
-        [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]],
+        [[0, 0, 0, 0, 1], [0, 1, 0, 0, 0]], [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]],
         [[1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]], [], [WARPS, 2, 8, 4, 2],
     )  # fmt: skip
     WORD: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])

@@ -113,8 +113,7 @@ def write_gradient(
 
 @device
 def row_losses(
-    losses, lse, dlogits, logits, targets, loss_scale, scalars,
-    V: tl.constexpr, VALID: tl.constexpr, BLOCKS: tl.constexpr,
+    losses, lse, dlogits, logits, targets, loss_scale, scalars, V: tl.constexpr, VALID: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One row: its loss, lse - logits[target], zero where the target is ignored; lse and dlogits if they are given. dlogits may be
     in the place of logits: the target's logit is read before the row's sum, so before any thread writes."""

@@ -84,8 +84,7 @@ def target_of(targets, row, position, length, scalars, AHEAD: tl.constexpr, PRED
 
 @device
 def capped_at(
-    logits, target, AHEAD: tl.constexpr, PREDICT: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr,
-    WIDTH: tl.constexpr,
+    logits, target, AHEAD: tl.constexpr, PREDICT: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The capped logit z of column `target` of a row (of column 0 if it is -1); 0 where AHEAD >= PREDICT."""
     z = 0.0

@@ -87,8 +87,7 @@ def dparams_partials(
 
 @device
 def combine_partials(
-    first, second, third, partials, scalars, chunks,
-    C: tl.constexpr, STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    first, second, third, partials, scalars, chunks, C: tl.constexpr, STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     MODE_FIRST: tl.constexpr, MODE_SECOND: tl.constexpr, MODE_THIRD: tl.constexpr,
 ):  # fmt: skip
     """Second stage: up to three results (C), None where there is none, from partials (chunks, COUNT, C), STRIDE = COUNT * C. Grid:

@@ -57,8 +57,7 @@ def normalised(v, centre, inverse, weight, bias, column, inside):
 @device
 def layernorm(
     y, mean, rstd, x, b, total, weight, bias, scalars, rows, seq, stream,
-    C: tl.constexpr, EPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-    THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+    C: tl.constexpr, EPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """BR short rows, each read once. The variance is that of shifted data: a rough mean is subtracted before anything is squared,
     and its error afterwards: E[x^2] - E[x]^2 loses all digits when |mean| is 3000 times the deviation, this form never does."""
@@ -79,8 +78,7 @@ def layernorm(
 
 @device
 def layernorm_long(
-    y, mean, rstd, x, b, total, weight, bias, scalars, rows, seq, stream,
-    C: tl.constexpr, EPS: tl.constexpr, BC: tl.constexpr,
+    y, mean, rstd, x, b, total, weight, bias, scalars, rows, seq, stream, C: tl.constexpr, EPS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """One long row, read three times: for the rough mean, for the shifted variance, for y."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
@@ -147,8 +145,7 @@ def offset_of(mean, dn, C: tl.constexpr):
 
 @device
 def layernorm_dx(
-    dx, dy, x, weight, mean, rstd, scalars, rows,
-    C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
+    dx, dy, x, weight, mean, rstd, scalars, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """dx = rstd (dn - mean(dn) - n mean(dn n)) of BR short rows; of an RMSNorm without mean(dn)."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)

@@ -46,8 +46,7 @@ TINY = constant(LEAST)
 
 @device
 def muon_momentum(
-    table, clip, scalars,
-    ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    table, clip, scalars, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     NESTEROV: tl.constexpr, HALF: tl.constexpr, FP16: tl.constexpr,
 ):  # fmt: skip
     """m = momentum m + (1 - momentum) g, g being the clipped gradient; u = the new m, or where NESTEROV momentum m + (1 - momentum)
@@ -216,8 +215,7 @@ def lower_scales(op: Any, c: Lowering) -> None:
 
 @device
 def muon_update(
-    table, clip, scalars,
-    ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    table, clip, scalars, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
     FORMAT: tl.constexpr, HALF: tl.constexpr, FP16: tl.constexpr,
     RATE: tl.constexpr, SCALED: tl.constexpr, CAUTIOUS: tl.constexpr, SQUARED: tl.constexpr,
 ):  # fmt: skip

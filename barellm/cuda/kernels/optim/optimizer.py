@@ -124,8 +124,7 @@ def lower_clip_scale(op: Any, c: Lowering) -> None:
     fields = {"partials": ("*fp32", [part(t) for t in partials]), "count": ("i64", [t.size for t in partials])}
     operands = {name: op.outputs.get(name) for name in ("clip", "skipped", "loss_scale")}
     c.launch(
-        clip_scale,
-        {**operands, "totals": c.scratch("totals", (count,), "fp64"), "counter": COUNTER, "table": Table(fields)},
+        clip_scale, {**operands, "totals": c.scratch("totals", (count,), "fp64"), "counter": COUNTER, "table": Table(fields)},
         {"LIMIT": float(op.attrs["clip"]), **entry_constants(count), "BLOCK": 512}, grid=lambda s: (count,),
         writes="totals clip skipped loss_scale",
     )  # fmt: skip
@@ -245,6 +244,5 @@ def lower_update(op: Any, c: Lowering) -> None:
     }  # fmt: skip
     table = Table({name: columns[name] for name in UPDATE_FIELDS}, writes=("param", "lo", "m", "v"))
     c.launch(
-        adamw, {"table": table, "clip": updates[0].clip, "factors": factors}, constants, grid=lambda s: (programs,),
-        writes="",
+        adamw, {"table": table, "clip": updates[0].clip, "factors": factors}, constants, grid=lambda s: (programs,), writes="",
     )  # fmt: skip

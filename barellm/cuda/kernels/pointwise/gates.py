@@ -147,8 +147,7 @@ def scale_and_slope(factor, SCALE: tl.constexpr, SQUASH: tl.constexpr):
 
 @device
 def gated(
-    y, base, x, z, factor, scalars, rows, seq,
-    C: tl.constexpr, N: tl.constexpr, X_STRIDE: tl.constexpr, BASE_STRIDE: tl.constexpr,
+    y, base, x, z, factor, scalars, rows, seq, C: tl.constexpr, N: tl.constexpr, X_STRIDE: tl.constexpr, BASE_STRIDE: tl.constexpr,
     SCALE: tl.constexpr, SQUASH: tl.constexpr, SHIFT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """y = base + gate x, a block (BR, BC) for each program, all of whose columns are of one gate."""

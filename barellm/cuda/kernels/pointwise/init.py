@@ -56,8 +56,7 @@ def uniforms(first, second):
 
 @device
 def random_init(
-    table, scalars,
-    ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr,
+    table, scalars, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr,
     C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, NORMAL: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
     """size times standard normal numbers (NORMAL) or uniform ones in (-1, 1), by Threefry with the seed and the parameter's stream:
@@ -106,9 +105,7 @@ def lower_random_init(op: Any, c: Lowering) -> None:
 
 @device
 def constant_init(
-    table,
-    ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`value` in all valid elements, BLOCK of them for each program."""
     entry, block = find_entry(table, ENTRIES, WIDE)
