@@ -193,8 +193,8 @@ def fits(quantization: Scheme, x: Any) -> bool:
 
 
 def launch(c: Lowering, op: Any, quantization: Scheme, operands: dict[str, Any], grid: Any, *, epilogue: str, mode: int) -> None:
-    """Append the GEMM of an op whose weight is quantized by the scheme `quantization`. `operands`, `grid`: those of
-    `quantized_skinny_gemm`, in whose place it comes."""
+    """Launch the GEMM of an op whose weight is quantized by the scheme `quantization`. `operands`, `grid`: those of
+    `quantized_skinny_gemm`, which it replaces."""
     N, K = int(op.columns), int(op.x.shape[-1])
     stride = {name: view_stride(operands[name]) or N for name in ("out", "pre", "other") if operands[name] is not None}
     constants = {
