@@ -27,6 +27,6 @@ def cached_objects(emitters: dict[str, Callable[[], str]], isa: ISA, *, processe
 
 
 def compiler(argument: dict[str, Any]) -> Compile:
-    """IR to an object for the ISA with these fields."""
+    """The function from IR to an object, for the ISA with these fields."""
     isa = ISA(**argument)
     return lambda ir: jit.compile_object(ir, isa)

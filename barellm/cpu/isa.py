@@ -1,4 +1,4 @@
-"""The instruction sets of this processor, and how to force a lesser one (`BARELLM_ISA`)."""
+"""The instruction sets of this processor, and the choice of a lesser one (`BARELLM_ISA`)."""
 
 import ctypes
 import os
@@ -13,11 +13,9 @@ from barellm.errors import UserError
 
 @dataclass(frozen=True)
 class ISA:
-    """A target of code generation. `lanes` fp32 lanes in `registers` vector registers.
-
-    `dot`: how pairs of bf16 are multiplied: "x86" (vdpbf16ps), "neon" (bfdot), or "" (converted to fp32 and multiplied so).
-    `bf16_round`: the machine rounds fp32 to bf16 in one instruction; otherwise it is integer arithmetic, because LLVM would call
-    a symbol that does not exist."""
+    """A target of code generation: `lanes` fp32 lanes in each of `registers` vector registers. `dot`: how pairs of bf16 are
+    multiplied: "x86" (vdpbf16ps), "neon" (bfdot), or "" (converted to fp32). `bf16_round`: the machine rounds fp32 to bf16 in one
+    instruction; otherwise it is integer arithmetic, because LLVM would call a symbol that does not exist."""
 
     name: str
     triple: str = ""  # "": the host's
@@ -85,7 +83,7 @@ def host_features() -> dict[str, bool]:
 
 
 def arm_bf16() -> bool:
-    """The system says that this aarch64 processor has BFDOT and BFCVT."""
+    """Whether the system says that this aarch64 processor has BFDOT and BFCVT."""
     if sys.platform == "darwin":
         return sysctl_number("hw.optional.arm.FEAT_BF16") == 1
     getauxval, hwcap2, bf16 = ctypes.CDLL(None).getauxval, 26, 1 << 14  # AT_HWCAP2, HWCAP2_BF16
@@ -112,6 +110,8 @@ def tiles_permitted() -> bool:
 
 @cache
 def _host(name: str) -> ISA:
+    """The ISA called `name` ("": the best) on this machine. The best one is tuned for this very processor, with all its
+    features."""
     import llvmlite.binding as llvm
 
     names = available()

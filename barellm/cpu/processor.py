@@ -1,4 +1,4 @@
-"""Which processor this is, and its caches."""
+"""The processor's model, and its caches."""
 
 import ctypes
 import platform
@@ -27,12 +27,12 @@ def sysctl_number(*names: str) -> int:
 
 @cache
 def caches() -> dict[int, int]:
-    """The sizes of the data caches in bytes, by level, as one core sees them."""
+    """The sizes of the data caches in bytes, by level, as one core sees them: from the system, else typical ones."""
     return known_caches() or dict(TYPICAL)
 
 
 def known_caches() -> dict[int, int]:
-    """The same, of what the system tells."""
+    """The sizes that the system tells, by level: from macOS's sysctl or Linux's /sys; {} if none."""
     found = {}
     for level, names in {1: "l1dcachesize", 2: "l2cachesize", 3: "l3cachesize"}.items():
         # Performance cores first: Apple's efficiency cores have less.

@@ -1,5 +1,5 @@
-"""Measures the GPU: FLOP/s of matmuls from registers and shared memory, bytes/s of each mix of reads and writes. And compares its
-memory."""
+"""Measures the GPU: FLOP/s of matmuls from registers and shared memory, bytes/s of each mix of reads and writes; and compares parts
+of its memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ REPEATS, TRIALS = 10, 5
 
 
 def graph_seconds(context: driver.Context, enqueue: Callable[[], None], repeats: int) -> float:
-    """Seconds of one of `repeats` replays in a row of what `enqueue` puts on the stream, after one that does not count."""
+    """Seconds of one replay of what `enqueue` puts on the stream, the mean of `repeats` in a row, after one that does not count."""
     graph = driver.Graph(context.stream, enqueue)
     try:
         return replay_seconds(context, lambda: graph.launch(context.stream), repeats)
@@ -32,7 +32,7 @@ def graph_seconds(context: driver.Context, enqueue: Callable[[], None], repeats:
 
 
 def replay_seconds(context: driver.Context, start: Callable[[], None], repeats: int) -> float:
-    """Seconds of one `start()` of `repeats` in a row, after one that does not count, by events on the GPU."""
+    """Seconds of one `start()`, the mean of `repeats` in a row after one that does not count, by events on the GPU."""
     begin, end = driver.Event(timed=True), driver.Event(timed=True)
     start()
     begin.record(context.stream)

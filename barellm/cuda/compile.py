@@ -124,7 +124,7 @@ def cache_folder() -> Path:
 
 def compiled(specs: Iterable[Specialisation], arch: int, *, processes: int) -> dict[Specialisation, Code]:
     """The code of each specialisation for compute capability `arch`, from the cache, else compiled by up to `processes` processes
-    and kept there. UserError where it must be compiled and Triton is missing."""
+    and kept there. UserError if it must be compiled and Triton is missing."""
     found: dict[Specialisation, Code] = {}
     missing: dict[str, Specialisation] = {}
     paths = {spec: _path(spec, arch) for spec in specs}
@@ -188,7 +188,7 @@ def _digest(module: str) -> bytes:
 
 
 def _job(spec: Specialisation, arch: int) -> str:
-    """A specialisation as text, for another process."""
+    """A specialisation as JSON text, for another process."""
     function = spec.function
     return json.dumps([function.module, function.name, spec.signature, spec.constants, spec.options, spec.aligned, arch])
 
@@ -243,8 +243,8 @@ def _patch_ptx(backend: Any, stages: dict[str, Any], *_: Any) -> None:
 
 
 def with_proxy_fences(ptx: str) -> str:
-    """The PTX with the fences that Triton leaves out before 3.7 (triton-lang/triton#9610): cp.async writes shared memory
-    as threads do, wgmma reads it through the async proxy, and between the two stands nothing that orders them."""
+    """The PTX with the fences that Triton leaves out before 3.7 (triton-lang/triton#9610): cp.async writes shared memory as threads
+    do, wgmma reads it through the async proxy, and nothing else orders the two."""
     if "wgmma.mma_async" not in ptx:
         return ptx
     return re.sub(r"(cp\.async\.wait_group[ \t]+\d+;)", r"\1\n\tfence.proxy.async.shared::cta;", ptx)
@@ -266,8 +266,8 @@ def with_wgmma_waits(ptx: str) -> str:
 
 
 def _type(name: str, spec: Specialisation) -> str:
-    """Triton's name of a parameter's type, as `Specialisation.signature` names it. A tensor map is a tensor descriptor, in Gluon
-    with the shared-memory layout of its boxes; a table is a pointer to i64."""
+    """Triton's name for a parameter's type, from its name in `Specialisation.signature`. A tensor map is a tensor descriptor, in
+    Gluon with the shared-memory layout of its boxes; a table is a pointer to i64."""
     if name.startswith("table<"):
         return "*i64"
     if not name.startswith("tensormap<"):
@@ -291,7 +291,7 @@ def argument_of(type_: str) -> str:
 
 def code_of(spec: Specialisation, kernel: Any, arch: int) -> Code:
     """The cubin of Triton's result `kernel`, with what a launch must know: from Triton's metadata and, for the layout of the
-    parameters, from the PTX. It fails where the code asks for scratch, clusters or kinds of launches that BoundLaunch does not
+    parameters, from the PTX. It fails if the code asks for scratch, clusters or kinds of launches that BoundLaunch does not
     make."""
     meta, ptx = kernel.metadata, kernel.asm["ptx"]
     assert not meta.global_scratch_size and not meta.profile_scratch_size, f"{spec.name} asks for scratch in memory"

@@ -1,4 +1,5 @@
-"""The GPU's fusion table: which sequences of primitive ops one kernel does, first row wins; and which equal ops one launch does."""
+"""The GPU's fusion table: which sequences of primitive ops one kernel does, the first row that matches; and which ops of equal keys
+are grouped into one launch."""
 
 from dataclasses import replace
 from typing import Any

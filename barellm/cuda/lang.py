@@ -104,8 +104,8 @@ def namespace(module: str, interpreted: bool) -> dict[str, Any]:
 
 
 def modules_of(function: DeviceFunction) -> tuple[str, ...]:
-    """The modules whose source decides the code of `function`: its own and those it takes device functions or constants from,
-    sorted by name."""
+    """The modules whose source decides the code of `function`, sorted: its own and those of the device functions and constants it
+    uses."""
     found: set[str] = set()
 
     def visit(module: str) -> None:

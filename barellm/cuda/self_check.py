@@ -39,9 +39,9 @@ REPORT = "`barellm doctor --gpu` shows all, please send us what it prints"
 
 @cache
 def proven(matmul: str, config: Any, build: Callable[[Any], dict[str, Program]] | None) -> dict[str, Any]:
-    """The options of a session with the GEMM backend `matmul`: where Hopper's GEMM or attention fails, Triton's. `config`: of a
-    small model with the same ops, whose programs `build` gives; without, of the run. UserError where a kernel fails that none can
-    replace."""
+    """The options of a session with the GEMM backend `matmul`, after the self-check: if Hopper's GEMM or attention fails, Triton's
+    is used. `config`: that of a small model with the same ops, whose programs `build` gives; without `build`, that of the run.
+    UserError if a kernel fails that none can replace."""
     on = driver.device()
     options: dict[str, Any] = {"matmul": matmul}
     if os.environ.get(SWITCH) == "0":
@@ -60,8 +60,8 @@ def proven(matmul: str, config: Any, build: Callable[[Any], dict[str, Program]] 
 def verdicts(
     on: driver.Device, config: Any, programs: dict[str, Program], target: Target, kept: dict[str, Entry] | None = None
 ) -> dict[str, Entry]:
-    """For each case {"kernels": {kernel: largest error over its bound}, "wrong": why it fails, or ""}. What is not `kept`, by
-    default on disk, is found now."""
+    """For each case {"kernels": {kernel: largest error over its bound}, "wrong": why it fails, or ""}. Cases that are not in `kept`
+    (None: those on disk) are run now, in a child process."""
     works, specs = _cases(config, programs, target)
     database, at = _database(), f"{on.name}, sm_{on.arch}, driver {on.driver}: "
     if kept is None:

@@ -52,8 +52,8 @@ def _call(k: Builder, key: tuple[Value, Value], row: Any, block: Any, part: int)
 
 
 def words(k: Builder, key: tuple[Value, Value], row: Any, block: Any, part: int = 0) -> tuple[Value, Value]:
-    """Random words (i32 lanes) of `row`: of the columns 2 HALF block + part * lanes..., and of the columns HALF further; part <
-    HALF / lanes."""
+    """Random words (i32 lanes) of `row`: of the columns 2 HALF block + part * lanes..., and of those HALF further; part < HALF /
+    lanes."""
     return threefry(k, *_call(k, key, row, block, part))
 
 
@@ -74,7 +74,7 @@ def shared_word(k: Builder, words: list[Value], column: int) -> Value:
 
 
 def keep(k: Builder, word: Value, rate: float) -> Value:
-    """The factor that an element is multiplied with: 0, or 1 / (1 - rate)."""
+    """The factor of an element: 0, or 1 / (1 - rate)."""
     # Unsigned order is signed order with the top bit flipped.
     kept = (word ^ -SIGN) >= signed(threshold(rate) ^ SIGN)
     return k.select(kept, k.to(keep_scale(rate), k.vec), 0.0)

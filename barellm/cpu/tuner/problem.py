@@ -97,7 +97,7 @@ def problems_of(calls: Iterable[Call]) -> list[GemmProblem]:
 
 
 def _described(call: Call) -> tuple[Gemm, tuple[Operand | None, ...]]:
-    """The GEMM that a call computes, and its operands."""
+    """(sizes of the GEMM that a call computes, its operands by position: None for an absent one or an integer)."""
     constants = dict(call.spec.constants)
     names, kinds = positional(call.spec.emit), [str(kind or "") for kind in call.spec.operands]
     args = iter(call.args)

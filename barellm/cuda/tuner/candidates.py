@@ -54,7 +54,7 @@ def refined(best: Candidate) -> list[Candidate]:
 
 
 def rivals(problem: Problem, target: Target) -> list[Candidate]:
-    """The candidates that would give other bits than the default."""
+    """The candidates whose results are not bitwise equal to the default's."""
     if isinstance(problem, GemmProblem):
         return []
     return [Candidate(config, other_bits=True) for config in problem.rivals(target.arch)]
@@ -82,7 +82,7 @@ def lowered(problem: Problem, case: Case, candidate: Candidate, target: Target) 
 
 
 def specs_of(problem: Problem, tried: Iterable[Candidate], target: Target) -> dict[Specialisation, str]:
-    """What the child will launch for these candidates."""
+    """The kernel instances that the child will launch for these candidates."""
     case, found = case_of(problem), {}
     for candidate in tried:
         found |= lowered(problem, case, candidate, target)[1].specs
