@@ -55,8 +55,7 @@ class Bench:
         self.machine = machine_of(self.threads, self.isa)
 
     def timed(self, spec: Specialisation, args: list[int], *, repeats: int) -> list[float]:
-        """Run a kernel instance `repeats` times with the arguments `args` (addresses or integers). Returns the seconds of each
-        run."""
+        """Run a kernel instance `repeats` times with `args` (addresses or integers). Returns the seconds of each run."""
         library = jit.Library([jit.cached_object(spec.key, self.isa, lambda: spec.ir(self.isa))], self.isa)
         packed = np.array([*args, 0], np.int64)
         block = ctypes.create_string_buffer(2 * RECORD_NBYTES)

@@ -74,8 +74,8 @@ def arm() -> bool:
 
 
 def host_features() -> dict[str, bool]:
-    """The features of this processor, by LLVM's names. On aarch64 LLVM 22 does not look for bf16 on Linux, and for nothing at all
-    on macOS."""
+    """The features of this processor, by LLVM's names. On aarch64 LLVM 22 does not look for bf16 on Linux, and for nothing on
+    macOS."""
     import llvmlite.binding as llvm
 
     found = llvm.get_host_cpu_features()
@@ -100,8 +100,7 @@ def available() -> list[str]:
 
 @cache
 def tiles_permitted() -> bool:
-    """Ask Linux for the use of tile registers, once a process. Without permission the first tile instruction would end the
-    process."""
+    """Ask Linux for the use of tile registers, once a process. Without it the first tile instruction ends the process."""
     if not sys.platform.startswith("linux"):
         return False
     arch_prctl, request, tile_data = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA

@@ -115,8 +115,7 @@ def select_config(c: Lowering, kind: str, dtype: str, cols: int, depth: int, row
 
 
 def _tuned(isa: ISA, threads: int, gemm: tuple[str, str, int, int, int]) -> Any:
-    """The tuned config of a GEMM (kind, dtype, cols, depth, rows) on this machine; None if tuned configs are not asked for, or none
-    is known."""
+    """The tuned config of a GEMM (kind, dtype, cols, depth, rows) on this machine; None if none is wanted or known."""
     if isa.triple or not requested():  # another machine's code
         return None
     kind, dtype, cols, depth, _ = gemm

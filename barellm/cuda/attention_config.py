@@ -9,8 +9,8 @@ from barellm.cuda.gemm_config import tuned_arch
 class AttentionConfig:
     """Configuration of an attention kernel: blocks of `queries` x `keys` scores. `max_registers`: of a thread, where the compiler
     would take more than let two programs share a multiprocessor; 0 where it decides. `warp_specialized`: a producer warp and
-    consumer warpgroups, in a kernel of its own (kernels/hopper_attention.py, hopper_attention_backward.py), with `num_stages` of
-    its pipelines."""
+    consumer warpgroups, in a kernel of its own (kernels/hopper_attention.py, hopper_attention_backward.py), with `num_stages`
+    stages."""
 
     queries: int
     keys: int

@@ -1,5 +1,4 @@
-"""Measures the GPU: FLOP/s of matmuls from registers and shared memory, bytes/s of each mix of reads and writes; and compares parts
-of its memory."""
+"""Measures the GPU: FLOP/s of matmuls on chip, bytes/s of each mix of reads and writes; and compares parts of its memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -93,8 +92,8 @@ class Bench:
         return 2.0 * rows * cols * depth * ITERATIONS * blocks / best
 
     def bandwidth(self, mix: tuple[int, int, int]) -> float:
-        """Bytes/s of a kernel that reads, writes and updates in place as many streams of floats as `mix` = (reads, writes, updates)
-        says; an update counts twice."""
+        """Bytes/s of a kernel that reads, writes and updates `mix` = (reads, writes, updates) streams of floats; an update counts
+        twice."""
         read, write, update = mix
         n = BANDWIDTH_BYTES // (4 * sum(mix)) // BLOCK * BLOCK
         memory = driver.DeviceMemory(4 * n * (sum(mix) + 1))

@@ -291,8 +291,7 @@ def argument_of(type_: str) -> str:
 
 def code_of(spec: Specialisation, kernel: Any, arch: int) -> Code:
     """The cubin of Triton's result `kernel`, with what a launch must know: from Triton's metadata and, for the layout of the
-    parameters, from the PTX. It fails if the code asks for scratch, clusters or kinds of launches that BoundLaunch does not
-    make."""
+    parameters, from the PTX. It fails if the code asks for a kind of launch that BoundLaunch does not make."""
     meta, ptx = kernel.metadata, kernel.asm["ptx"]
     assert not meta.global_scratch_size and not meta.profile_scratch_size, f"{spec.name} asks for scratch in memory"
     assert not meta.launch_pdl and not meta.launch_cooperative_grid, f"{spec.name} asks for a launch that nobody makes"

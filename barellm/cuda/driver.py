@@ -42,8 +42,8 @@ def libcuda() -> Any:
 
 
 def call(name: str, *args: Any) -> Any:
-    """Call a driver function. Returns what it gives besides its status: one value, a tuple of several, or None. DriverError if it
-    fails."""
+    """Call a driver function. Returns what it gives besides its status: one value, a tuple of several, or None. Else
+    DriverError."""
     cu = bindings()
     status, *values = getattr(cu, name)(*args)
     if int(status):
@@ -279,8 +279,7 @@ class Event:
         call("cuEventRecordWithFlags", self.handle, stream, int(external))
 
     def hold(self, stream: Any) -> None:
-        """Make all later work on the stream wait for the event. If the event belongs to a graph's capture, the stream joins the
-        capture."""
+        """Make all later work on the stream wait for the event. An event of a graph's capture makes the stream join it."""
         call("cuStreamWaitEvent", stream, self.handle, 0)
 
     def wait(self) -> None:
@@ -331,7 +330,7 @@ def profiled() -> Iterator[None]:
 
 def finalizer(owner: object, name: str, handle: Any) -> weakref.finalize:
     """A finalizer that frees `handle` by the driver function `name`, when it is called or when the owner is collected; errors are
-    ignored, since the driver may be gone. It does not run at the end of the process, which frees everything, even if the GPU
+    ignored, since the driver may be gone. It does not run at the end of the process: that frees everything, even if the GPU
     hangs."""
     function = getattr(bindings(), name)
 

@@ -1,5 +1,5 @@
-"""The GPU's fusion table: which sequences of primitive ops one kernel does, the first row that matches; and which ops of equal keys
-are grouped into one launch."""
+"""The GPU's fusion table: which sequences of primitive ops one kernel does, first match wins; and which ops share a launch, those
+of equal keys."""
 
 from dataclasses import replace
 from typing import Any

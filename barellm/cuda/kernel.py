@@ -222,8 +222,8 @@ class GemmSpec:
 
 @dataclass
 class LibraryGemm:
-    """One GEMM that a library does, in the place of launches. `bias` has the result's dtype, `pre` is GELU's input, written or
-    read, `residual` is added."""
+    """One GEMM that a library does, instead of launches. `bias` has the result's dtype, `pre` is GELU's input, written or read,
+    `residual` is added."""
 
     spec: GemmSpec
     out: Region
@@ -387,6 +387,5 @@ MODES = {name: i for i, name in enumerate(registry.MODES)}
 
 
 def mode(op: Op, output: str) -> int:
-    """How an output is written (store, add, or start: decided by the run), as the constant MODE of
-    `kernels.common.store_or_add`."""
+    """How an output is written (stored, added, by the run), as the constant MODE of `kernels.common.store_or_add`."""
     return MODES[op.modes[output]]

@@ -104,7 +104,7 @@ def namespace(module: str, interpreted: bool) -> dict[str, Any]:
 
 
 def modules_of(function: DeviceFunction) -> tuple[str, ...]:
-    """The modules whose source decides the code of `function`, sorted: its own and those of the device functions and constants it
+    """The modules whose source decides the code of `function`, sorted: its own and those whose device functions or constants it
     uses."""
     found: set[str] = set()
 

@@ -48,8 +48,7 @@ class Kernel:
 
 
 class BoundLaunch:
-    """A launch for the sizes of a run. Its parameters are packed once; `run` costs one driver call, none when a graph replays
-    it."""
+    """A launch for the sizes of a run. Its parameters are packed once; `run` costs one driver call, in a graph none."""
 
     def __init__(
         self, launch: Launch, kernel: Kernel, sizes: Sizes, address: Callable[[Region | Table | Counter], int], scalars: int

@@ -75,8 +75,7 @@ class Communicator:
         self._thread.start()
 
     def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece], stream: Any) -> None:
-        """Start all these sends and receives, in these orders for each rank, after the work that is on `stream` now. `join` waits
-        for them."""
+        """Start these sends and receives, in these orders for each rank, after the work on `stream`. `join` waits for them."""
         self._fork.record(stream)
         self._fork.hold(self.stream)
         call("group_start")
@@ -91,8 +90,7 @@ class Communicator:
         self._join.hold(stream)
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the communicator together with the other ranks, when all messages have arrived; `failed`: without waiting for
-        them."""
+        """Leave together with the other ranks, when all messages have arrived; `failed`: without waiting for them."""
         self._over.set()
         self._thread.join()
         call("comm_abort" if failed else "comm_destroy", self.handle)

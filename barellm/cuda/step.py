@@ -373,8 +373,7 @@ class CudaSession(ArenaSession):
                 mark()
 
         def start() -> None:
-            """Run it once with an event between calls: call by call if the run may not be captured yet, else as a graph of its
-            own."""
+            """Run it once with an event between calls: call by call if it may not be captured yet, else as a graph."""
             run = self._run(program)
             bound[:] = self._bound(run)
             if not self._captures(run):

@@ -41,8 +41,8 @@ def chunks_of_rows(
 
 def column_sums(k: KernelBuilder, partials: Pointer, rows: Value, C: int, count: int, terms: Terms) -> None:
     """partials (chunks, count, C) = sums over the rows of each chunk; terms(row)(c, mask) gives `count` vectors of terms at column
-    c. One row at a time: memory is then read in the order of its addresses, which saves more than it costs to load and store the
-    sums, in the L1, for each row."""
+    c. One row at a time: memory is then read in the order of its addresses, which saves more than loading and storing the sums in
+    L1 costs."""
     with chunks_of_rows(k, partials, rows, C, count) as (dst, begin, end), k.loop(begin, end) as row:
         vectors = terms(row)
 
@@ -54,8 +54,7 @@ def column_sums(k: KernelBuilder, partials: Pointer, rows: Value, C: int, count:
 
 
 def combine_sums(k: KernelBuilder, out, partials, *, C, stride, dims, inner, mode) -> None:
-    """out (C) = the sum of the chunks' partial sums, in order, stored or added (`mode`). `stride`: floats from one chunk's sums to
-    the next."""
+    """out (C) = the sum of the chunks' partial sums, in order, stored or added (`mode`). `stride`: floats between chunks."""
     rows = k.num_elements(dims) * inner
     chunk_rows = rows_per_chunk(k, rows)
     add_chunks(k, out, partials, (rows + chunk_rows - 1) // chunk_rows, C, stride, mode)

@@ -1,9 +1,7 @@
 """Storage formats of weights and moments, which kernels load and store as fp32.
 
 A weight is one array, or a hi/lo pair of planes (`program.dtypes`): the bits (hi << 16) + lo of "bf16_i16" and "bf16_u16", whose lo
-has no
-sign, or the nearest fp16 and the fp32 master weight of "fp16_fp32". A moment is one array, or the 16-bit codes of
-`program.moments`."""
+has no sign, or the nearest fp16 and the fp32 master weight of "fp16_fp32". A moment is one array, or codes (`program.moments`)."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -90,8 +90,7 @@ class Builder:
         return self.to(value, "float")
 
     def splat(self, value: Any) -> Value:
-        """A vector with `value` in all lanes: i32 lanes for an i32 or i64, fp32 lanes for a float or double; a vector stays as it
-        is."""
+        """A vector with `value` in all lanes: i32 lanes for an i32 or i64, fp32 lanes for a float or double."""
         if isinstance(value, Value) and width(value.type):
             return value
         if not isinstance(value, Value):
@@ -240,8 +239,7 @@ class Builder:
         return parts[0]
 
     def tree(self, v: Value, combine: Any) -> Value:
-        """Reduce the lanes of v to one scalar by combine(vector, vector), in a fixed tree: upper half with lower half, and so
-        on."""
+        """Reduce the lanes of v to one scalar by combine(vector, vector), in a fixed treeof halves."""
         n = width(v.type)
         while n > 1:
             n //= 2

@@ -148,8 +148,7 @@ next:"""
 
 
 def ir(*, arm: bool, futex: bool) -> str:
-    """LLVM IR of the module: `worker(rt, shared)` runs until told to stop, `lead(rt, shared)` makes one pass over the table,
-    `now()`."""
+    """LLVM IR of the module: `worker(rt, shared)` runs until `stop`, `lead(rt, shared)` makes one pass over the table, `now()`."""
     machine = "arm" if arm else "x86"
     declare_pause, pause = _PAUSE[machine]
     number = _FUTEX[machine]

@@ -90,8 +90,7 @@ def refined(problem: GemmProblem, best: Any, isa: ISA) -> list[Any]:
 def _with(
     problem: GemmProblem, best: gemm_config.GemmConfig, tile: gemm_config.Tile, kc: int | None, overlap: str, isa: ISA
 ) -> gemm_config.GemmConfig:
-    """The `best` config with another tile, KC (`part`) and overlap, and with an NC such that sums kept between two KC blocks
-    fit."""
+    """The `best` config with another tile, KC (`part`) and overlap, and an NC such that the sums between KC blocks fit."""
     if (tile, kc) == (best.tile, best.kc):
         return replace(best, overlap=overlap)
     depth = kc or gemm_config.default_kc(isa, problem.depth, gemm_config.packed_itemsize(isa, problem.dtype))
@@ -111,8 +110,7 @@ def _parts(problem: GemmProblem, tile: gemm_config.Tile, isa: ISA) -> list[int |
 
 
 def cost(problem: GemmProblem, config: gemm_config.GemmConfig, isa: ISA, threads: int) -> float:
-    """Cycles of one core that the model estimates for the GEMM: multiply-adds, packing, bytes from beyond the L2, load
-    imbalance."""
+    """The model's estimate in cycles of one core: multiply-adds, packing, bytes from beyond the L2, load imbalance."""
     M, N, K = problem.rows, problem.cols, problem.depth
     tile, nr, size = config.tile, config.tile.nr(isa), itemsize(problem.dtype)
     gradient = problem.operation == "weight_gradient"

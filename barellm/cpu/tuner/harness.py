@@ -162,8 +162,8 @@ class Harness(harness.Harness):
         self.pool.bind(self.scalars.ctypes.data, thread_scratch, loaded.thread_scratch_bytes)
 
     def _table(self, loaded: Loaded, i: int, records: int) -> tuple[int, Any]:
-        """A table of `records` calls of one specialisation, each on the next set of operands: its address, and the objects that
-        must live as long."""
+        """A table of `records` calls of one specialisation, each on the next set of operands. Returns (address, objects that must
+        live as long).."""
         words = RECORD_NBYTES // 8
         block = np.zeros((records + 1) * words, np.int64)
         skip = -block.ctypes.data % RECORD_NBYTES // 8

@@ -49,8 +49,8 @@ def sum_over_ranks(
 
 
 def sum_unit(op: Any) -> int:
-    """The largest number of elements, up to a vector, that divides the lengths and first elements of the operands: a shard may
-    begin anywhere."""
+    """The largest number of elements, up to a vector, that divides the operands' lengths and first elements: shards begin
+    anywhere."""
     return gcd(unit_of(op.own), op.own.first_element, op.y.first_element)
 
 

@@ -1,5 +1,5 @@
-"""Device functions and launches that kernels of every family share: run-time scalars, how an output is written, the indices of a
-program's elements or rows."""
+"""Device functions and launches that kernels share: run-time scalars, writing an output, indices of a program's elements or
+rows."""
 
 from __future__ import annotations
 
@@ -58,8 +58,7 @@ def flat_indices(units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
 
 @device
 def tile_indices(rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """(rows (BR,) i64, columns (BC,), mask (BR, BC) of those below `rows` and C) of this program. Grid: blocks of rows, of
-    columns."""
+    """(rows (BR,) i64, columns (BC,), mask (BR, BC) of those below `rows` and C). Grid: blocks of rows, of columns."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
     return row, column, (row < rows)[:, None] & (column < C)[None, :]

@@ -51,8 +51,7 @@ def weight_pointer(table, entry, PARAM: tl.constexpr, ENTRIES: tl.constexpr, UNI
 
 @device
 def lo_pointer(table, entry, LO: tl.constexpr, ENTRIES: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr):
-    """Load from the table a pointer to a weight's second plane. Of "fp16_fp32" it begins after as many fp16, half as long as
-    fp32."""
+    """Load from the table a pointer to a weight's second plane. Of "fp16_fp32" it begins after as many fp16, of half the size."""
     TWO: tl.constexpr = tl.float32 if FORMAT == "fp16_fp32" else tl.uint16 if FORMAT == "bf16_u16" else tl.int16
     MULTIPLE: tl.constexpr = UNIT if FORMAT != "fp16_fp32" or UNIT == 1 else UNIT // 2
     return aligned_pointer(table, entry, LO, ENTRIES, TWO, MULTIPLE)

@@ -118,8 +118,7 @@ class GemmCase(Case):
         return self.problem.rows if self.problem.operation == "tn" else sizes.tokens
 
     def hold(self, read: Read, sizes: Sizes) -> None:
-        """Compare with the float64 GEMM and its epilogue; the bounds allow for TF32's rounding and the tensor cores' truncated
-        sums."""
+        """Compare with the float64 GEMM and its epilogue; bounds allow for TF32's rounding and tensor cores' truncated sums."""
         problem = self.problem
         rows, cols = at = _sampled(self.rows("out", sizes)), _sampled(problem.cols)
 
@@ -151,8 +150,7 @@ class GemmCase(Case):
 
 
 class AttentionCase(Case):
-    """Attention forward, or backward from an `out` and an `lse` that are nearly those of the forward pass, because dqkv is a
-    function of both."""
+    """Attention forward, or backward from nearly the `out` and `lse` of the forward pass, because dqkv is a function of both."""
 
     def __init__(self, problem: AttentionProblem) -> None:
         """Declare qkv, and for the backward pass out, dout and lse. The sizes tried include one token and partial blocks."""

@@ -16,8 +16,8 @@ def faulty(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SUBTILES: tl.constexpr, TF32: tl.constexpr,
     A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """The right GEMM, but "wrong_values" adds 1 to the first element of the result, "writes_beyond" to that of an operand, "hangs"
-    never ends."""
+    """The right GEMM, but "wrong_values" adds 1 to the result's first element, "writes_beyond" to an operand's, "hangs" never
+    ends."""
     if FAULT == "hangs":
         batch = tl.load(scalars, volatile=True)
         while batch > 0:

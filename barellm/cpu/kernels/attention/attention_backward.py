@@ -107,7 +107,7 @@ def attention_backward_dq(
     k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream,
     *, batch, modes, heads, kv_heads, D, **shape,
 ) -> None:  # fmt: skip
-    """Compute dq, unless one pass did: then there are no items. A work item is a group of queries of a head. Parameters as in
+    """Compute dq, unless one pass did: then there are no items. An item is a group of queries of a head. As
     `attention_backward_dkdv`."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
     T, sequences = shape["mask_spec"].length(k, shape["seq"]), micro.runtime_size(k, batch)
@@ -135,8 +135,7 @@ def attention_backward_dq(
 
 @lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv", also={"starts": "i32"})
 def lower_attention_backward(op: Op, c: Lowering) -> None:
-    """Call delta first, then the schedule: one block for short sequences, windowed, or both passes, between which the kernels
-    choose."""
+    """Call delta, then the schedule: one block for short sequences, windowed, or both passes, between which the kernels choose."""
     shape, length = dense_constants(op), op.fold * int(op.out.shape[1])
     shape["strides"] += tuple(t.row_stride for t in (op.dq, op.dk, op.dv))
     modes = tuple(op.modes[name] for name in ("dq", "dk", "dv"))

@@ -97,8 +97,7 @@ class BackwardHead:
         return j0 // self.g.queries * self.g.queries if self.length is None else 0
 
     def num_keys(self, j0: Value, count: Value, t: Value) -> Value:
-        """How many of the `count` keys from j0 on are computed for the group of queries from t on: later ones are masked
-        (causal)."""
+        """How many of the `count` keys from j0 on are computed for the group of queries from t on(causal)."""
         num_keys = self.k.min(count, t + self.g.queries - j0) if self.length is None else count
         return attention_amx.round_to_tiles(self.k, self.g, num_keys)
 
@@ -131,8 +130,7 @@ class BackwardHead:
     ) -> None:  # fmt: skip
         """P and dS of the packed keys [begin, num_keys) of the block from key j0 on and the group of queries from t on, where P =
         exp(S - lse) and dS = P (M dP - delta), with a softcap times its slope: s["ds_vnni"] = dS in units along the keys;
-        `for_dkdv` also s["p"] = P M and s["ds"] = dS in units along the queries. `shift` and `delta` are those of
-        `pack_queries`."""
+        `for_dkdv` also s["p"] = P M and s["ds"] = dS in units along the queries. `shift`, `delta`: see `pack_queries`."""
         k, g, s = self.k, self.g, self.s
         per_row = g.queries // g.pair
         if self.rate:
@@ -239,15 +237,13 @@ class BackwardHead:
         return micro.tile_mask(self.k, self.g, t, key_bounds, self.length, None, key)
 
     def add_dkdv(self, begin: Any, num_keys: Value, dk: Pointer, dv: Pointer) -> None:
-        """dv += (P M)^T dO and dk, before scaling, += dS^T Q for the keys [begin, num_keys) of a block, over the group's
-        queries."""
+        """dv += (P M)^T dO and dk, before scaling, += dS^T Q for keys [begin, num_keys) of a block and the group."""
         k, g, s = self.k, self.g, self.s
         micro.accumulate_rows(k, g, dv, s["p"], s["do"], begin, num_keys)
         micro.accumulate_rows(k, g, dk, s["ds"], s["q"], begin, num_keys)
 
     def store_dkdv(self, j0: Value, count: Value, dk: Pointer, dv: Pointer, add: tuple[Value | None, ...]) -> None:
-        """Write dk and dv of `count` keys from j0 on, dk scaled; `add` (of dk, of dv): whether (i1) to add to what is stored, None:
-        no."""
+        """Write dk and dv of `count` keys from j0 on, dk scaled; `add` (of dk, of dv): whether (i1) to add, None: no."""
         k, g = self.k, self.g
         micro.unpack_tile(k, g, dv, count, self.dv.start(j0), 1.0, add[1])
         micro.unpack_tile(k, g, dk, count, self.dk.start(j0), self.score_scale, add[0])

@@ -78,8 +78,7 @@ PLAIN = MaskSpec()
 
 
 def dense_constants(op: Op) -> dict[str, Any]:
-    """Compile-time constants of the dense attention kernels. With paired heads `heads` and `kv_heads` are those of the folded
-    sequence."""
+    """Compile-time constants of the dense attention kernels. With paired heads those of the folded sequence."""
     constants = size_constants(op)
     mask_spec = MaskSpec.of(op, op.fold * int(op.out.shape[1]))
     folded = {name: constants[name] // mask_spec.fold for name in ("heads", "kv_heads")}
@@ -120,8 +119,7 @@ class KeyRange:
         return first
 
     def query_end(self, k: KernelBuilder, key: Value) -> Value:
-        """The end (exclusive) of the queries that see `key`: by its window, then, if there are documents, by a binary search for
-        the first query of a later one."""
+        """The end (exclusive) of the queries that see `key`: by its window, or by binary search that of its document."""
         window_end = self.T if self.window is None else k.min(key + self.window + 1, self.T)
         if self.starts is None:
             return window_end

@@ -37,8 +37,7 @@ KEY_BLOCK = 128  # keys of a block: a multiple of 32, the period of the dropout 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of blocks and register tiles for one head size D, dtype and ISA. A tile of scores has `rows` keys and `queries`
-    lanes."""
+    """Sizes of blocks and register tiles for a head size, dtype and ISA. A tile of scores has `rows` keys and `queries` lanes."""
 
     D: int
     pair: int  # bf16 numbers in a unit: 2 with a dot instruction, else 1
@@ -343,8 +342,8 @@ def accumulate_rows(
     k: KernelBuilder, g: Geometry, acc: Pointer, left_block: Pointer, vnni: Pointer, begin: Any, end: Value
 ) -> None:
     """acc (tokens, g.padded_D) += L @ X for the tokens [begin, end), contracted over a group's g.queries queries: L (tokens,
-    g.queries) in units along the queries, X (g.queries, D) a `vnni` block. Full tiles of g.rows tokens are computed, which may
-    reach beyond `end`."""
+    g.queries) in units along the queries, X (g.queries, D) a `vnni` block. Full tiles of g.rows tokens are computed, maybe beyond
+    `end`."""
     per_row = g.queries // g.pair  # units of a row of L
     if g.tiles:
         with k.loop(begin, end, g.rows) as t:
@@ -381,7 +380,7 @@ def clear(k: KernelBuilder, block: Pointer, units: Any) -> None:
 
 
 def exp2_nonpositive(k: KernelBuilder, g: Geometry, x: Value) -> Value:
-    """2^x for x <= 0 (up to rounding); exactly 0 at -infinity, NaN for NaN. x = n + f: the polynomial gives 2^f, n is added to its
+    """2^x for x <= 0 (up to rounding); exactly 0 at -infinity, NaN for NaN. x = n + f: 2^f is a polynomial, n is added to its
     exponent."""
     x = k.max(-127.0, x)  # an exponent field of zero; of a NaN this is the NaN
     shifted = x + MAGIC
@@ -407,8 +406,8 @@ def store_units(k: KernelBuilder, g: Geometry, dst: Pointer, row: list[Value]) -
 
 @dataclass(frozen=True)
 class KeyBounds:
-    """The first keys that a group's queries see: `first` is that of its first query, `last` that of its last one, and `first_keys`
-    has each (i32)."""
+    """The first keys that a group's queries see: `first` that of the first query, `last` of the last, `first_keys` of each
+    (i32)."""
 
     first: Value
     last: Value

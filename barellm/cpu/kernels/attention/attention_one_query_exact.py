@@ -5,8 +5,8 @@ KEY_BLOCK keys one step of the online softmax, the sum and each channel of the r
 lanes, of which only one would be used. Here keys are the lanes of the scores (K is transposed in scratch, some vectors of keys at a
 time), and channels those of the result.
 
-`g`: the geometry of tiles, `s`: the blocks in the thread's scratch by name, `j0`: the first key of a block, `j`: a key's index in
-it (attention_microkernels.py)."""
+`g`: geometry of tiles, `s`: blocks in scratch by name, `j0`: first key of a block, `j`: a key's index in it
+(attention_microkernels.py)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def attend_one_query_exactly(
     k: KernelBuilder, g: micro.Geometry, q: micro.Rows, keys: micro.Rows, values: micro.Rows, out: Pointer, first: Value | None,
     count: Value, mask_spec: MaskSpec,
 ) -> None:  # fmt: skip
-    """out (D) = attention of the query q (one row) over the keys [first, count); `first` None: 0. `mask_spec`: scale and softcap of
-    scores."""
+    """out (D) = attention of the query q (one row) over the keys [first, count); `first` None: 0. `mask_spec`: scale, softcap."""
     wide, s = one_query_geometry(g), micro.blocks_of(k, one_query_units(g))
     scale_log2 = mask_spec.softmax_scale_log2(k, g.D)
     micro.pack_tile(k, g, q, k.int(1), 1, s["q"])

@@ -63,8 +63,8 @@ class RelativePositionBias:
                 yield distance, i
 
     def pack_tile(self, block_distance: Value, i: Value) -> None:
-        """s["r_rows"] = the vectors of 2 * block distances from block_distance * block - (block - 1) on; zero for distances that
-        have none."""
+        """s["r_rows"] = the vectors of 2 * block distances from block_distance * block - (block - 1) on; zero where there is
+        none."""
         k, g, rows = self.k, self.g, 2 * self.block
         first, last = self.distances
         first_row = block_distance * self.block - (self.block - 1 + first)  # of the first row in the table
@@ -82,8 +82,8 @@ class RelativePositionBias:
             micro.vnni_pack(self.k, self.g, self.s["r_rows"].at(i * (rows * self.g.row_units)), rows, dst)
 
     def window(self, block_distance: Value, query: Value) -> tuple[Value, Value, Value]:
-        """(distance of row 0, begin, end) of a group's tile of distances: its rows [begin, end), rounded outwards to register
-        tiles, have a vector."""
+        """(distance of row 0, begin, end) of a group's tile of distances: rows [begin, end), rounded out to register tiles, have a
+        vector."""
         k, g = self.k, self.g
         rows, (first, last) = self.block + g.queries, self.distances
         zero = block_distance * self.block - (self.block - 1) + query
@@ -91,7 +91,7 @@ class RelativePositionBias:
         return zero, begin & -g.rows, micro.round_up(k, end, g.rows)
 
     def multiply(self, block_distance: Value, i: Value, query: Value, transposed: Pointer) -> None:
-        """s["bias"] [distance][g.queries] of block i = R Q^T of a group of queries, packed as `transposed`; zero where there is no
+        """s["bias"] [distance][g.queries] of block i = R Q^T of a group of queries, packed as `transposed`; zero without a
         vector."""
         k, g, rows = self.k, self.g, self.block + self.g.queries
         _, begin, end = self.window(block_distance, query)
@@ -133,8 +133,7 @@ class RelativePositionBias:
                 dst.store(x, r * g.queries + v * g.lanes)
 
     def backward(self, block_distance: Value, i: Value, query: Value, dq: Pointer) -> None:
-        """dQ^T of a group, before scaling, += R^T dB and dR += dB Q, where dB is the gradient of the group's bias: dS along
-        diagonals."""
+        """dQ^T of a group, before scaling, += R^T dB and dR += dB Q, dB = the gradient of the group's bias, dS along diagonals."""
         k, g, s = self.k, self.g, self.s
         rows = self.block + 2 * g.queries
         zero, begin, end = self.window(block_distance, query)

@@ -1,5 +1,5 @@
 """Bigram hash ids, and document boundaries of packed sequences. Shapes: tokens, ids, starts (batch, seq), cu_seqlens (batch,
-slots), all i32."""
+slots)i32."""
 
 from barellm.cpu.kernel import KernelBuilder, kernel
 from barellm.cpu.kernels.loops import GRAIN, foreach_vector
@@ -40,8 +40,7 @@ def bigram_ids(k: KernelBuilder, ids, tokens, *, buckets, reserved) -> None:
 @kernel("document_starts", constants=lambda op: {"slots": int(op.cu_seqlens.shape[1])}, also=INTEGERS)
 def document_starts(k: KernelBuilder, starts, cu_seqlens, *, slots) -> None:
     """starts[b, t] = the first position of the document of position t, from the `slots` document boundaries cu_seqlens[b]
-    (ascending, the first 0). A work item is a chunk of a row: a binary search for the document of its first position, then document
-    by document."""
+    (ascending, the first 0). A work item is a chunk of a row: a binary search for its first position, then document by document."""
     seq = k.scalar("seq")
     chunks = k.ceil_div(seq, GRAIN)
     with k.parallel_for(k.scalar("batch") * chunks) as item:

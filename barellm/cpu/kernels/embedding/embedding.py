@@ -98,8 +98,7 @@ def sort_by_id(
 def add_token_rows(k: KernelBuilder, dweight, tokens, dy, *, C, V) -> None:
     """dweight[id] += the sum of dy[row] over the rows whose token is id, in order (scatter-add). A work item is a range of ids,
     which finds its rows among all tokens: no atomics, the same bits for any thread count. UNROLL rows of an id are added at a time:
-    so many DRAM streams, and the sum is read from L2 once. The next rows of the sorted list, which no hardware prefetcher predicts,
-    are prefetched."""
+    so many DRAM streams, and the sum is read from L2 once. The next rows, which hardware cannot predict, are prefetched."""
     rows, ids_per_item = k.scalar("batch") * k.scalar("seq"), -(-V // ID_RANGES)
 
     with k.parallel_for(-(-V // ids_per_item)) as chunk:

@@ -17,8 +17,7 @@ CHAINS = 4  # independent accumulation chains of a sum
 
 
 def num_rows(k: KernelBuilder, dims, inner, row_begin: Value, row_limit: Value) -> Value:
-    """How many rows a call computes: of the run's k.num_elements(dims) * inner rows, those in [row_begin, row_begin +
-    row_limit)."""
+    """How many rows a call computes: of the run's k.num_elements(dims) * inner those in [row_begin, row_begin + row_limit)."""
     return k.max(k.min(k.num_elements(dims) * inner - row_begin, row_limit), 0)
 
 
@@ -67,7 +66,7 @@ def write_gradient(
     *, V: int, valid: int, mode: str,
 ) -> None:  # fmt: skip
     """Store or add (`mode`) one row of the gradient: dlogits (V) = (softmax - onehot) * inv_targets * loss_factor, softmax =
-    exp(logits - lse); zero where the target is ignored (-1), and from `valid` on (padding). `loss_factor`: the loss scale, None: 1.
+    exp(logits - lse); zero where the target is ignored (-1), and from `valid` on (padding). `loss_factor`: loss scale, None: 1.
     dlogits may alias the logits."""
     counted = target >= 0
     scale = k.to(k.scalar("inv_targets"), "float")
@@ -119,8 +118,7 @@ def row_scores(k: KernelBuilder, losses, margins, logits, targets, row_begin, ro
 def row_losses_and_gradients(
     k: KernelBuilder, losses, logits, targets, loss_scale, row_begin, row_limit, *, V, valid, dims, inner
 ) -> None:
-    """Forward and backward pass in one: losses as in `row_losses`, and the gradient, which overwrites the logits while their row is
-    in the cache."""
+    """Forward and backward pass in one: losses as in `row_losses`, and the gradientover the logits, whose row is cached."""
     loss_factor = scale_of(k, loss_scale)
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         src, target = logits.at(row * V), targets.get(row)
@@ -131,8 +129,7 @@ def row_losses_and_gradients(
 def row_gradients(
     k: KernelBuilder, dlogits, logits, targets, lse, loss_scale, row_begin, row_limit, *, V, valid, dims, inner, mode
 ) -> None:
-    """Backward pass: store or add (`mode`) dlogits, computed from logits, targets and the lse of the forward pass
-    (`write_gradient`)."""
+    """Backward pass: store or add (`mode`) dlogits, from logits, targets and the forward pass's lse (`write_gradient`)."""
     loss_factor = scale_of(k, loss_scale)
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         offset = row * V

@@ -7,8 +7,7 @@ i32, -1 where ignored. A call serves `row_limit` rows from row `row_begin` of th
 a row; `length`: rows of a sequence; (dims, inner): sizes whose product is the number of rows.
 
 z is below the cap's scale, so that exp(z - scale) needs no row maximum: one pass makes the sum of a row. Where the gradient
-follows, exp(z - scale) times the slope of z stays in this thread's scratch, and the second pass is one multiplication an
-element."""
+follows, exp(z - scale) times the slope of z stays in this thread's scratch, and the second pass is one multiplication."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -190,9 +189,8 @@ def row_gradients(
     k: KernelBuilder, dlogits, logits, targets, lse, loss_scale, scale, row_begin, row_limit,
     *, V, valid, dims, inner, cap, mode, **more,
 ) -> None:  # fmt: skip
-    """Backward pass: store or add (`mode`) the gradient dlogits, computed from logits, targets and the lse of the forward pass.
-    With a `scale` (1), dlogits are stored as FP8 codes relative to it. `loss_scale`: the state of dynamic loss scaling, None:
-    off."""
+    """Backward pass: store or add (`mode`) the gradient dlogitsfrom logits, targets and the forward pass's lse. With a `scale` (1),
+    dlogits are stored as FP8 codes relative to it. `loss_scale`: the state of dynamic loss scaling, None: off."""
     factor = factor_of(k, loss_scale, cap, scale)
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         src, row_lse = logits.at(row * V), lse.get(row)

@@ -14,8 +14,7 @@ CHAINS = 4  # independent accumulation chains of a sum
 
 
 def shape_of(op: Op) -> dict[str, Any]:
-    """Compile-time constants: `count` images for each of `dims` (run-time sizes), of `channels` channels of `pixels` pixels;
-    `groups`."""
+    """Compile-time constants: `count` images for each of `dims` (run-time sizes), their `channels`, `pixels` and `groups`."""
     N, C, H, W = op.x.shape
     groups = int((op.mean if "mean" in op.inputs else op.outputs["mean"]).shape[1])
     count = 1 if isinstance(N, Dim) else int(N)

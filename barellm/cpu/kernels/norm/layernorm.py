@@ -184,8 +184,7 @@ def norm_backward(
     k: KernelBuilder, partials, dx, rounded, dy, x, weight, mean, rstd, *, C, count, sums, dims, inner, mode_dx
 ) -> None:
     """dx, rounded to bf16 too where `rounded` is given, and partials (chunks, count, C) of the sums over rows that `sums` names:
-    dweight, dbias, and dx_sum (of dx). One kernel reads dy and dx once for all of them. Results that exceed the caches are stored
-    non-temporally."""
+    dweight, dbias, and dx_sum (of dx). dy and dx are read once. Results that exceed the caches are stored non-temporally."""
     rows = k.num_elements(dims) * inner
     store_group = loops.ROW_UNROLL if C % (loops.ROW_UNROLL * k.lanes) == 0 else 1
     results = [(dx, loops.exceeds_caches(k, rows, C, dx) if mode_dx == "store" else None)]

@@ -76,8 +76,7 @@ def cached_row(k: KernelBuilder, dst: Pointer, src: Pointer, C: int, scale: floa
 
 def long_row(k: KernelBuilder, dst: Pointer, src: Pointer, C: int, scale: float, nontemporal: Value | None) -> None:
     """dst = softmax(scale src) of a row, online (Milakov and Gimelshein 2018): a first pass over blocks keeps the maximum so far
-    and the sum of exponentials relative to it, which is rescaled when the maximum grows; a second pass computes the exponentials
-    again."""
+    and the sum of exponentials relative to it, which is rescaled when the maximum grows; a second pass recomputes them."""
     top, total = k.var(float("-inf")), k.var(0.0)
 
     def add_block(columns: Pointer, size: int) -> None:
@@ -105,8 +104,7 @@ def lower_softmax(op: Op, c: Lowering) -> None:
 
 @kernel("softmax_dx", constants=lambda op: {"C": int(op.y.shape[-1]), "scale": op.scale, **shape_of(op.y)})
 def softmax_dx(k: KernelBuilder, dx, dy, y, *, C, scale, dims, inner, mode_dx) -> None:
-    """dx = scale y (dy - sum(dy y)) of each row, stored or added (mode_dx). The second pass finds the row in a cache, unless it is
-    too long."""
+    """dx = scale y (dy - sum(dy y)) of each row, stored or added (mode_dx). The second pass finds the row in a cache."""
     rows = k.num_elements(dims) * inner
     nontemporal = exceeds_caches(k, rows, C, dx) if mode_dx == "store" else None
     with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:

@@ -2,8 +2,7 @@
 step, NorMuon's factors, and the weight update. Shapes: param, grad, m, u, x, y (rows, cols), flat where nothing else is said; clip
 (2) = [gradient norm, factor that clips it], whose factor is NaN if the norm is not finite: then a step changes nothing.
 
-A bank holds several matrices of one shape. Each has calls of its own, which touch no bytes of each other, so no thread waits
-between them."""
+A bank holds several matrices of one shape. Each has calls of its own, on bytes of its own, so no thread waits between them."""
 
 from collections.abc import Iterator
 from operator import add
@@ -114,8 +113,7 @@ def row_means(k: KernelBuilder, means, x, rows, *, C) -> None:
 
 
 def column_means(k: KernelBuilder, means, x, rows, *, C) -> None:
-    """means (C) = the mean of the squares of each column of x (rows, C). A work item is CHAINS vectors of columns, over all
-    rows."""
+    """means (C) = the mean of the squares of each column of x (rows, C). A work item is CHAINS vectors of columns."""
     with k.parallel_range(C, CHAINS * k.lanes) as (begin, end):
 
         def body(c, mask, j):
@@ -170,8 +168,7 @@ def muon_update(
 ) -> None:  # fmt: skip
     """param = (1 - lr weight_decay) param - lr scale x in one pass, lr = the run-time scalar named `rate` times `lr_scale`.
     `scales`: NorMuon's factor for each row of x, or each column if `by_column`; None: 1. `squared`: the decay is lr^2 scale
-    weight_decay instead. `cautious`: an element decays only where its update has the weight's sign, so that both make it
-    smaller."""
+    weight_decay instead. `cautious`: an element decays only where its update has the weight's sign(both shrink it)."""
     lr = k.scalar(rate) * lr_scale
     decay_fp64 = lr * lr * (weight_decay * scale) if squared else lr * weight_decay  # Adam-like modded-nanogpt decay, or AdamW's
     shrink, decay, size = k.splat(1.0 - decay_fp64), k.splat(decay_fp64), k.splat(lr * scale)

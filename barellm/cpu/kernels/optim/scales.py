@@ -23,8 +23,8 @@ def per_target_of(k: KernelBuilder, value: Value, per_target: bool) -> Value:
     "entries": op.history.size, "per_number": float(np.float32(MARGIN / op.largest)), "first": float(op.first),
 })  # fmt: skip
 def delayed_scale(k: KernelBuilder, scale, history, *, entries, per_number, first) -> None:
-    """scale (1) = per_number * the maximum of the history, per_number = margin / the format's largest number; `first` while the
-    history is empty."""
+    """scale (1) = per_number * the maximum of the history, per_number = margin / the format's largest number, or `first` if it is
+    empty."""
     with k.parallel_for(1):
         top = k.float(0.0)
         for i in range(entries):

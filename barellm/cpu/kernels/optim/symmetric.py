@@ -133,8 +133,7 @@ def _store(k: KernelBuilder, out, x, accumulators, n: int, first, last, col, nr:
     lanes = k.lanes
 
     def store_square(row: Value, column: Value, masked: bool) -> None:
-        """Store the square at row `row` and column `column`, and its transpose. `masked`: it may reach beyond the rows or
-        columns."""
+        """Store the square at row `row` and column `column`, and its transpose. `masked`: it may reach beyond the edges."""
         mask = k.mask_first(n - column) if masked else None
         values = []
         for r in range(lanes):
@@ -175,8 +174,7 @@ def tile_of(isa: ISA, dtype: str, n: int) -> Tile:
 
 
 def thread_scratch_bytes(isa: ISA, dtype: str, depth: int, tile: Tile, *, columns: bool) -> int:
-    """Scratch bytes of a thread: two B panels, two A panels, and the sums of MC rows, plus a tile and a square that may reach
-    beyond."""
+    """Scratch bytes of a thread: two B panels, two A panels, and the sums of MC rows, plus a tile and a square."""
     kc = default_kc(isa, depth, 2 if packing.uses_vnni(isa, dtype) else 4)
     a_nbytes = packing.panel_bytes(isa, dtype, kc, a_panel_width(isa, tile)) if columns else 0
     rows = MC + tile.mr + isa.lanes

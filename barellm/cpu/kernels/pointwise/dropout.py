@@ -42,8 +42,8 @@ def dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, mode: str)
 
 
 def tausworthe_dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, bits: str, mode: str) -> None:
-    """`dropout` with the draws of a Tausworthe generator, whose streams begin anew at each block of columns of each row; `bits`:
-    the generator's kind."""
+    """`dropout` with the draws of a Tausworthe generator, whose streams begin at each block of columns of a row; `bits`: the
+    generator's kind."""
     seq, seed, step, sample = (k.scalar(name) for name in ("seq", "seed", "step", "sample"))
     with k.parallel_range(k.scalar("batch") * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         key = random.sample_key(k, seed, step, sample + row // seq, stream)

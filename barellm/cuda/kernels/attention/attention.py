@@ -59,8 +59,8 @@ LN_2, LOG2_E = constant(1 / log2(e)), constant(log2(e))
 
 @device
 def dropout_mask(key, head, m0, n0, H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, THRESHOLD: tl.constexpr):
-    """Which of the probabilities (BM, BN) from query m0 and key n0 on dropout keeps. Rows of the random stream are (query, head),
-    columns keys."""
+    """The mask (BM, BN), from query m0 and key n0 on, of what dropout keeps. Rows of the random stream are (query, head), columns
+    keys."""
     k0, k1 = key
     row = (m0 + tl.arange(0, BM)) * H + head
     zeros = tl.zeros((BM,), tl.uint32)
@@ -110,8 +110,7 @@ def attention_forward(
 ):  # fmt: skip
     """out and lse of a block of BM queries of one head; the last block, which has the most keys, starts first. Causal: keys before
     the block's first query need no mask, so there are two loops. Full: one loop, which masks every block for keys beyond the last,
-    because with a second loop for the rest, ptxas waits for each matmul of the first. Grid: blocks of queries, heads of all
-    sequences."""
+    because with a second loop ptxas waits for each matmul of the first. Grid: blocks of queries, heads of all sequences."""
     H: tl.constexpr = HEADS[0]
     GROUP_SIZE: tl.constexpr = HEADS[1]
     D: tl.constexpr = HEADS[2]

@@ -237,7 +237,7 @@ def add_keys(
 ):  # fmt: skip
     """Add what the keys [begin, end) contribute to dq (BM, DP) fp32, without the softmax scale. q, do: blocks (BM, DP) of queries
     and of dout; lse, delta (BM,): those of `stats_of`; k_rows, v_rows: pointers to the head's keys and values; `first_key` (BM,):
-    under a local mask, else None."""
+    of a local mask, else None."""
     H: tl.constexpr = HEADS[0]
     D: tl.constexpr = HEADS[2]
     DP: tl.constexpr = HEADS[3]
@@ -316,8 +316,7 @@ def attention_dq(
 
 @lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv", also={"starts": "i32"})
 def lower_attention_backward(op: Any, c: Lowering) -> None:
-    """Launch attention_stats, then dk and dv, then dq; each of the last two by the warp-specialized kernel if its configuration
-    says so."""
+    """Launch attention_stats, then dk and dv, then dq; the last two by the warp-specialized kernel if its configuration says so."""
     constants = constants_of(op)
     stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
     rows = 32 if constants["MASKING"][1] else 64  # of 64 with a first key each, the addresses spill on sm_100

@@ -68,7 +68,7 @@ def attention_split_kv(
 ):  # fmt: skip
     """Online softmax of BM rows of a group over one split of `part` keys: partials (splits, B, T, H, D) fp32, not yet divided by
     the sum of probabilities; stats (splits, B, T, H, 2): the maximum score, in units of ln 2, and that sum. A token sees the last
-    WINDOW keys up to its own (0: all). Splits without a visible key write nothing. Grid: blocks of rows, KV heads of all sequences,
+    WINDOW keys up to its own (0: all). Splits that see no key write nothing. Grid: blocks of rows, KV heads of all sequences,
     splits."""
     G: tl.constexpr = H // GROUP_SIZE
     C: tl.constexpr = G * D
@@ -119,8 +119,7 @@ def combine_split_kv(
     BM: tl.constexpr, H: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """out (B, T, H, D) = the partial results of the splits, rescaled to their common maximum, added in order and divided by the sum
-    of probabilities. `part`: keys of a split; BM: that of attention_split_kv, whose blocks decide how many splits a row has. Grid:
-    tokens, heads."""
+    of probabilities. `part`: keys of a split; BM: that of attention_split_kv, which decides a row's splits. Grid: tokens, heads."""
     token, head, tokens = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     m0 = (token % seq * GROUP_SIZE + head % GROUP_SIZE) // BM * BM
     last = visible_keys(tl.load(scalars + POS).to(tl.int32), m0, seq, GROUP_SIZE, BM)
@@ -141,8 +140,7 @@ def combine_split_kv(
 
 @dataclass(frozen=True)
 class KeysPerSplit:
-    """A function of the run's sizes: the keys of one split of a cache of length L, SPLIT_KEYS if there are few new tokens, else
-    all."""
+    """A function of the run's sizes: the keys of a split of a cache (L), SPLIT_KEYS if there are few new tokens, else all."""
 
     L: int
 

@@ -29,8 +29,7 @@ from barellm.program.tensor import Dim, Tensor
 
 @device
 def block_of(table, i, LAYOUT: tl.constexpr, PART: tl.constexpr):
-    """(first position in the sequence, offset in its block, the block's kind) of tile i of the listed blocks, which are split into
-    tiles of PART positions."""
+    """(first position in the sequence, offset in its block, the block's kind) of tile i (PART positions) of the listed blocks."""
     BLOCK: tl.constexpr = LAYOUT[0]
     entry, offset = i // (BLOCK // PART), i % (BLOCK // PART) * PART
     entry_ptr = table + LAYOUT[1] + 1 + entry

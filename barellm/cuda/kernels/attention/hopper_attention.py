@@ -150,8 +150,7 @@ def consumer(
 
 @gluon
 def start_qk(q, k, SCORES: gl.constexpr):
-    """Issue the wgmma q (64, D) k^T, k (keys, D), both in shared memory. Returns the scores (64, keys), which must be waited
-    for."""
+    """Issue the wgmma q (64, D) k^T, k (keys, D), both in shared memory. Returns the scores (64, keys), not yet waited for."""
     KEYS: gl.constexpr = k.shape[0]
     no_acc = gl.zeros((WG_M, KEYS), gl.float32, SCORES)
     return hopper.warpgroup_mma(q, k.permute((1, 0)), no_acc, use_acc=False, is_async=True)
@@ -243,6 +242,5 @@ def launch_forward(op: Any, c: Lowering, tile: AttentionConfig, scale_log2: floa
 
 
 def head_tensor_map(c: Lowering, x: Tensor, rows: int, D: int) -> TensorMap:
-    """The tensor map of q, k or v (tokens, heads * D), maybe columns of a wider tensor, in boxes of `rows` x D: rows of one
-    head."""
+    """The tensor map of q, k or v (tokens, heads * D), maybe columns of a wider tensorin boxes of `rows` x D, one head."""
     return TensorMap(part(x), x.dtype, c.rows(x), int(x.shape[-1]), (rows, D), view_stride(x) or int(x.shape[-1]))

@@ -56,8 +56,7 @@ def producer(
     x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items, DKV: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: for each tile, TMA loads of its x and y (WG_M rows for each consumer), then of blocks of a and b, with DKV
-    those of each query head of the group, into every free stage, so that it runs ahead into the next tile. `items`: tiles of all
-    heads."""
+    those of each query head of the group, into every free stage, ahead into the next tile. `items`: tiles of all heads."""
     H: gl.constexpr = HEADS[0]
     GROUP_SIZE: gl.constexpr = HEADS[1]
     D: gl.constexpr = HEADS[2]
@@ -187,7 +186,7 @@ def skip_block(full, empty, i):
 def query_stat(block, which: gl.constexpr, SCORES: gl.constexpr):
     """A statistic of each streamed query, lse (`which` 0) or delta (1), as (1, STREAM_ROWS) in the layout of the scores. `block`
     (STREAM_ROWS, STATS) is in shared memory; STATS_LAYOUT loads each value into the threads whose scores have its column, so no
-    data moves between threads."""
+    data moves."""
     STATS_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[1, 0], [8, 0], [16, 0], [32, 0]], [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [STREAM_ROWS, 1]
     )

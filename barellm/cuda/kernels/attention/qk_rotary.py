@@ -31,8 +31,7 @@ def rotate(v, cos, sin, position, mask, D: tl.constexpr, BACK: tl.constexpr, BR:
 
 @device
 def head_indices(rows, seq, COUNT: tl.constexpr, PAIRED: tl.constexpr, BR: tl.constexpr):
-    """(index in the tensor, mask, row, head in the row, position in the sequence, position in the tables) of this program's heads,
-    (BR,) each."""
+    """(index in the tensor, mask, row, head in the row, position in the sequence, position in the tables) of each of BR heads."""
     unit = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     row, head = unit // COUNT, (unit % COUNT).to(tl.int32)
     t = row % seq
@@ -73,8 +72,8 @@ def qk_rotary_backward(
     X_STRIDE: tl.constexpr, DX_STRIDE: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, COUNT: tl.constexpr,
     PAIRED: tl.constexpr, SHIFT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """dx = rstd (dn - n mean(dn n)), with dn = dy rotated back and n = x rstd. SHIFT: dy is read from where the forward pass stored
-    the upper half of a key."""
+    """dx = rstd (dn - n mean(dn n)), with dn = dy rotated back and n = x rstd. SHIFT: dy is read where the forward pass stored a
+    key's upper half."""
     unit, live, row, head, t, position = head_indices(rows, seq, COUNT, PAIRED, BR)
     column = tl.arange(0, BC)
     mask = live[:, None] & (column < D)[None, :]

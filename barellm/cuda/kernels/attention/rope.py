@@ -1,6 +1,6 @@
 """Rotary position embedding (RoPE, Su et al. 2021) of packed heads. Shapes: x, y (batch, seq, W); cos, sin (maxT, HALF) fp32; HALF
-is half a head's columns. A plane is a pair of columns of one head, HALF apart, that is rotated. x and y are moved once; the tables'
-rows come from the caches."""
+is half a head's columns. A plane is a pair of columns of one head, HALF apart, that is rotated. x and y are moved once; tables are
+cached."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def rope(
     BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """Rotate the first ROTARY_DIM columns (complete heads) of each row by the angles of its position pos + t, and copy the other
-    columns. INVERSE: by the negative angles, for the gradient. Grid: blocks of BR rows; blocks of BC planes, then blocks of BC
-    columns to copy."""
+    columns. INVERSE: by the negative angles, for the gradient. Grid: blocks of BR rows; blocks of BC planes, then of BC columns to
+    copy."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     live = (row < rows)[:, None]
     PLANES: tl.constexpr = ROTARY_DIM // 2

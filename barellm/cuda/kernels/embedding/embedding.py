@@ -137,8 +137,8 @@ def join_token_rows(
     dweight, partials, keys, scalars, n, steps,
     C: tl.constexpr, STEPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """dweight of a token whose keys span programs, written by the program in which it began: the sum of its partials, BR at a time,
-    in the order of the programs."""
+    """dweight of a token whose keys span programs, by the program in which it began: the sum of its partials, in order, BR at a
+    time."""
     program = tl.program_id(0)
     last = program * STEPS + STEPS - 1
     token = tl.load(keys + last, mask=last < n, other=-1) >> 32
@@ -173,8 +173,7 @@ def clear_absent_tokens(
 
 @lowering("embedding_dwte", starts="dweight", also={"tokens": "i32"})
 def lower_embedding_dwte(op: Any, c: Lowering) -> None:
-    """Launch: sort the keys in blocks, merge them until they are one run, clear the rows of absent tokens, sum by token in two
-    steps."""
+    """Launch: sort the keys in blocks, merge them into one run, clear the rows of absent tokens, sum by token in two steps."""
     tokens, C, dweight_mode = op.tokens, int(op.dy.shape[-1]), mode(op, "dweight")
     max_tokens, n = tokens.size, c.elements(tokens)
     steps = max_tokens.bit_length() + 1

@@ -52,8 +52,7 @@ def epilogue_subtile(
     out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
     OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue and store of accumulators (BM, BN) fp32 whose first element is (m0, n0), number `at`; elements beyond (M, N) are
-    masked."""
+    """Epilogue and store of accumulators (BM, BN) fp32 whose first element is (m0, n0), number `at`, masked to (M, N)."""
     m, n = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
     n_in = n < N - n0
     mask = (m < M - m0)[:, None] & n_in[None, :]

@@ -195,8 +195,8 @@ def words_of(codes: Any) -> tuple[Region, str]:
 
 
 def append_dequantize(c: Lowering, op: Any, rows: Size) -> tuple[Region, str]:
-    """Launch the dequantization of an op's weight to scratch (N, K) in the dtype of x, in runs in which `rows` is not 0. Returns
-    that as the operand of a GEMM."""
+    """Launch the dequantization of an op's weight, in runs in which `rows` is not 0. Returns the operand (N, K), in the dtype of
+    x."""
     quantization, N, K, dtype = scheme(op.weights), int(op.columns), int(op.x.shape[-1]), op.x.dtype
     out = part(c.scratch("weight", (N, K), dtype)), dtype
     constants = constants_of(quantization, N, K)

@@ -7,8 +7,8 @@ Shapes: logits, dlogits (rows, V), of which columns from VALID on are padding; l
 and reaches to the run's end, because the target AHEAD tokens further is that of the row AHEAD rows below. BLOCKS: as in
 cross_entropy.py, block sizes of the loops over V.
 
-With a cap z is below SCALE, so that exp(z - SCALE) needs no row maximum. An element costs two exponentials and a division each time
-its row is read."""
+With a cap z is below SCALE, so that exp(z - SCALE) needs no row maximum. An element costs two exponentials and a division a
+pass."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ SATURATED = constant(2.0**60)  # exp(-u) at most: sigmoid or slope are as good a
 
 @device
 def sigmoid_and_slope(x, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
-    """(s, s (1 - s)): the sigmoid s of u = (x + SHIFT) / WIDTH, and its slope. 1 - s is computed as s exp(-u), without
-    cancellation."""
+    """(s, s (1 - s)): the sigmoid s of u = (x + SHIFT) / WIDTH, and its slope. 1 - s as s exp(-u) does not cancel."""
     exp_minus_u = tl.math.exp2((x + SHIFT) * (-LOG2_E / WIDTH))
     exp_minus_u = tl.where(exp_minus_u > SATURATED, SATURATED, exp_minus_u)  # NaN stays
     s = 1.0 / (1.0 + exp_minus_u)
@@ -129,8 +128,8 @@ def softcap_row_losses(
     PREDICT: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One row: its loss, the sum of weight (lse - z) over the targets; `nexts`, lse - z of the next token alone; and lse and
-    dlogits if they are given. dlogits may alias logits: the targets' logits are read before the reduction over the row, so before
-    any thread writes."""
+    dlogits if they are given. dlogits may alias logits: the targets' logits are read before the reduction over the rowbefore any
+    write."""
     row = tl.program_id(0).to(tl.int64)
     position = (first + row) % length
     logits += row * V
@@ -184,8 +183,8 @@ def constants_of(op: Op) -> dict[str, Any]:
 
 
 def position_operands(op: Op, first: int = 0) -> dict[str, Any]:
-    """The operands `first` (row of the run that the launch begins with) and `length` (rows of a sequence; a run-time size if its
-    dimension is symbolic)."""
+    """The operands `first` (row of the run that the launch begins with) and `length` (rows of a sequence, maybe a run-time
+    size)."""
     length = op.targets.shape[-1]
     return {"first": first, "length": Count((length.name,), 1) if isinstance(length, Dim) else int(length)}
 

@@ -41,15 +41,13 @@ def number(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr):
 
 @device
 def pointer(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr, TYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Load an entry's field as a pointer to elements of TYPE. ALIGN: its alignment in bytes, which the compiler cannot see in a
-    table."""
+    """Load an entry's field as a pointer to elements of TYPE. ALIGN: its alignment in bytes, which a table does not show."""
     return tl.multiple_of(integer(table, entry, FIELD, ENTRIES).to(tl.pointer_type(TYPE)), ALIGN)
 
 
 @device
 def aligned_pointer(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr, TYPE: tl.constexpr, UNIT: tl.constexpr):
-    """As `pointer`, aligned to UNIT elements (to 16 bytes at most): so are the matrices of a bank if each has a multiple of
-    UNIT."""
+    """As `pointer`, aligned to UNIT elements (16 bytes at most): so are a bank's matrices of a multiple of UNIT."""
     BYTES: tl.constexpr = UNIT * TYPE.primitive_bitwidth // 8
     ALIGN: tl.constexpr = 16 if BYTES % 16 == 0 else 8 if BYTES % 8 == 0 else 4 if BYTES % 4 == 0 else 2
     return pointer(table, entry, FIELD, ENTRIES, TYPE, ALIGN)

@@ -50,8 +50,8 @@ def muon_momentum(
     NESTEROV: tl.constexpr, HALF: tl.constexpr, FP16: tl.constexpr,
 ):  # fmt: skip
     """m = momentum m + (1 - momentum) g, g being the clipped gradient; u = the new m, or where NESTEROV momentum m + (1 - momentum)
-    g once more; partials = sums of u^2, one for each CHUNK, which a program does. If the gradient's norm is not finite, m stays and
-    u is zero."""
+    g once more; partials = sums of u^2, one for each CHUNK, which a program does. A norm that is not finite leaves m, and u is
+    zero."""
     entry, chunk = find_entry(table, ENTRIES, WIDE)
     n = integer(table, entry, UNITS, ENTRIES) * UNIT
     m = aligned_pointer(table, entry, M, ENTRIES, tl.float32, UNIT)
@@ -254,8 +254,7 @@ def muon_update(
 
 @lowering("muon_update", also={"param": PLANES})
 def lower_update(op: Any, c: Lowering) -> None:
-    """Launch muon_update once for a group of ops with equal formats of the weights, with a table entry for each of their
-    matrices."""
+    """Launch muon_update once for a group of ops with equal weight formats, a table entry for each matrix."""
     each: list[Any] = members(op)
     param = each[0].outputs["param"]
     unit = matrix_unit(each[0], param)

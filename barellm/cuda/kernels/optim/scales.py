@@ -43,9 +43,8 @@ def remember(history, sums, scalars, ENTRIES: tl.constexpr, PER_TARGET: tl.const
 
 @device
 def float_bias(bias, sums, scalars, elements, DEVIATING: tl.constexpr, PER_TARGET: tl.constexpr):
-    """Update the exponent in bias from the sums of x (`elements`), at steps 0, FIRST, 2 FIRST, 4 FIRST and so on up to LAST, then
-    every LAST steps: the exponent of its largest |x| plus ABOVE or, with DEVIATING, of mean |x| plus DEVIATIONS standard
-    deviations."""
+    """Update the exponent in bias from the sums of x (`elements`), at steps 0, FIRST, 2 FIRST, 4 FIRST ... LAST, then every LAST
+    steps: the exponent of its largest |x| plus ABOVE or, with DEVIATING, of mean |x| plus DEVIATIONS standard deviations."""
     exponent_now, number = tl.load(bias), tl.load(bias + 1)
     count = number.to(tl.int32)
     doubling = (count >= FIRST) & (count < LAST) & ((count & (count - 1)) == 0)
@@ -79,8 +78,7 @@ def round_floating(
 ):  # fmt: skip
     """y = x rounded to a floating format with FRACTION mantissa bits whose largest exponent is bias[0]; larger numbers saturate.
     Normal numbers are rounded in their bits: half a unit is added, and the lower bits are cut off. DENORMALS: below `least` to a
-    multiple of the denormals' unit, whose fraction is compared with a half (a sum with one could round); else to zero or
-    `least`."""
+    multiple of the denormals' unit, whose fraction is compared with a half (a sum could round); else to zero or `least`."""
     i, mask = flat_indices(units, UNIT, BLOCK)
     value = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
     if PER_TARGET:

@@ -95,8 +95,7 @@ def gram_apply(
 
 
 def side_of(n: int, dtype: str) -> int:
-    """Rows and columns of the square tile of an (n, n) result: a small matrix gets small tiles, as a few large ones leave
-    multiprocessors idle."""
+    """Rows and columns of the square tile of an (n, n) result: a few large ones leave multiprocessors idle."""
     return 128 if dtype != "fp32" and n >= 512 else 64 if n > 32 else 32
 
 
@@ -132,8 +131,7 @@ def lower_gram(op: Any, c: Lowering) -> None:
 
 @lowering("gram_polynomial")
 def lower_polynomial(op: Any, c: Lowering) -> None:
-    """b = linear a + square a a, with fp64 factors in the table: they differ between Newton-Schulz steps, which so share the
-    code."""
+    """b = linear a + square a a, with fp64 factors in the table, so that Newton-Schulz steps share the code."""
     each: list[Any] = members(op)
     factors = {"linear": ("fp64", repeated(each, lambda o: float(o.linear)))}
     factors |= {"square": ("fp64", repeated(each, lambda o: float(o.square)))}

@@ -22,8 +22,7 @@ LOG2_E, ROOT_HALF, DENSITY = constant(log2(e)), constant(sqrt(0.5)), constant(1 
 
 @device
 def inverse(x):
-    """1 / x of fp32 values within an ulp, by one instruction (a division, which scales its operands, takes four). Denormal results
-    are 0."""
+    """1 / x of fp32 values within an ulp, by one instruction (a division, which scales its operands, takes four). Denormals: 0."""
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
 
 

@@ -134,8 +134,7 @@ def lower_gate_logits_backward(op: Any, c: Lowering) -> None:
 
 @device
 def scale_and_slope(factor, SCALE: tl.constexpr, SQUASH: tl.constexpr):
-    """(what a gate is multiplied by, its derivative by the factor): SCALE, times the factor or (SQUASH) its sigmoid; factor None:
-    1."""
+    """(what multiplies a gate, its derivative by the factor): SCALE, times the factor or (SQUASH) its sigmoid; factor None: 1."""
     scale, scale_slope = tl.full((), SCALE, tl.float32), tl.full((), SCALE, tl.float32)
     if factor is not None:
         value = tl.load(factor)

@@ -56,8 +56,7 @@ def calls(k0, k1, row, first, ROWS: tl.constexpr, CALLS: tl.constexpr):
 
 @device
 def to_columns(first, second, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The two words of each call, (ROWS, COLUMNS / 2) each, in the order of their columns: 16 of the first, then 16 of the
-    second."""
+    """The two words of each call, (ROWS, COLUMNS / 2) each, in their columns' order: 16 of the first, 16 of the second."""
     shape: tl.constexpr = (ROWS, COLUMNS // 32, 16)
     pairs = tl.join(tl.reshape(first, shape), tl.reshape(second, shape))
     return tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), (ROWS, COLUMNS))

@@ -22,8 +22,7 @@ ROWS = 64  # of a program: with HALF columns 8 elements for each of 128 threads
 
 @device
 def seed_states(word, MASK: tl.constexpr):
-    """Seeds from random words: if all bits inside the mask are zero, a state that a generator cannot leave, the lowest of them is
-    set."""
+    """Seeds from random words: if all bits inside the mask are zero, which a generator cannot leave, the lowest is set."""
     return tl.where((word & MASK) == 0, word | ((MASK ^ 0xFFFFFFFF) + 1), word)
 
 
