@@ -27,7 +27,7 @@ def extern(k, target, *, scalar: str = "") -> None:
 
 def callback(prepare: Prepare, regions: Sequence[Region]) -> tuple[int, object]:
     """(address of a function for `extern`, an object to keep as long as it may be called). The function's further arguments are the
-    addresses of `regions`. `prepare` gets the bytes of the regionsat the first call, and returns what each call does."""
+    addresses of `regions`. `prepare` gets the bytes of the regions at the first call, and returns what each call does."""
     sizes = [region.stop - region.start for region in regions]
     calls: list[Callable[[], None]] = []
 

@@ -42,8 +42,8 @@ def libcuda() -> Any:
 
 
 def call(name: str, *args: Any) -> Any:
-    """Call a driver function. Returns what it gives besides its status: one value, a tuple of several, or None. Else
-    DriverError."""
+    """Call a driver function. Returns what it gives besides its status: one value, a tuple of several, or None. DriverError if it
+    fails."""
     cu = bindings()
     status, *values = getattr(cu, name)(*args)
     if int(status):

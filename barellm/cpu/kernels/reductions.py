@@ -41,8 +41,8 @@ def chunks_of_rows(
 
 def column_sums(k: KernelBuilder, partials: Pointer, rows: Value, C: int, count: int, terms: Terms) -> None:
     """partials (chunks, count, C) = sums over the rows of each chunk; terms(row)(c, mask) gives `count` vectors of terms at column
-    c. One row at a time: memory is then read in the order of its addresses, which saves more than loading and storing the sums in
-    L1 costs."""
+    c. One row at a time: memory is then read in the order of its addresses, which saves more than it costs to load and store the
+    sums, in L1."""
     with chunks_of_rows(k, partials, rows, C, count) as (dst, begin, end), k.loop(begin, end) as row:
         vectors = terms(row)
 

@@ -239,7 +239,7 @@ class Builder:
         return parts[0]
 
     def tree(self, v: Value, combine: Any) -> Value:
-        """Reduce the lanes of v to one scalar by combine(vector, vector), in a fixed treeof halves."""
+        """Reduce the lanes of v to one scalar by combine(vector, vector), in a fixed tree of halves."""
         n = width(v.type)
         while n > 1:
             n //= 2

@@ -163,7 +163,7 @@ class Harness(harness.Harness):
 
     def _table(self, loaded: Loaded, i: int, records: int) -> tuple[int, Any]:
         """A table of `records` calls of one specialisation, each on the next set of operands. Returns (address, objects that must
-        live as long).."""
+        live as long)."""
         words = RECORD_NBYTES // 8
         block = np.zeros((records + 1) * words, np.int64)
         skip = -block.ctypes.data % RECORD_NBYTES // 8

@@ -37,8 +37,8 @@ def score_key_block_amx(
     tile_mask: TileMask, capped: Callable[[Value], Value],
 ) -> list[Value]:  # fmt: skip
     """s["p"] (keys, queries) = capped(K Q^T) of the packed keys [begin, num_keys) of a block, -infinity where a query does not see
-    a key. Returns each query's largest score, g.vectors vectors. `transposed`: the packed queries; tile_mask(j): that of the tile
-    from j on."""
+    a key. Returns each query's largest score, g.vectors vectors. `transposed`: the packed queries; tile_mask(j): the mask of the
+    tile of keys from j on."""
     top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
     with k.loop(begin, num_keys, g.rows) as j:
         target = s["p"].at(j * g.queries)

@@ -107,7 +107,7 @@ def attention_backward_dq(
     k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream,
     *, batch, modes, heads, kv_heads, D, **shape,
 ) -> None:  # fmt: skip
-    """Compute dq, unless one pass did: then there are no items. An item is a group of queries of a head. As
+    """Compute dq, unless one pass did: then there are no items. A work item is a group of queries of a head. Parameters as in
     `attention_backward_dkdv`."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
     T, sequences = shape["mask_spec"].length(k, shape["seq"]), micro.runtime_size(k, batch)

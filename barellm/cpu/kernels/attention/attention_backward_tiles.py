@@ -97,7 +97,7 @@ class BackwardHead:
         return j0 // self.g.queries * self.g.queries if self.length is None else 0
 
     def num_keys(self, j0: Value, count: Value, t: Value) -> Value:
-        """How many of the `count` keys from j0 on are computed for the group of queries from t on(causal)."""
+        """How many of the `count` keys from j0 on are computed for the group of queries from t on (causal)."""
         num_keys = self.k.min(count, t + self.g.queries - j0) if self.length is None else count
         return attention_amx.round_to_tiles(self.k, self.g, num_keys)
 

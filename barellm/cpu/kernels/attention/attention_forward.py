@@ -70,8 +70,8 @@ def attend_queries(
 ) -> None:  # fmt: skip
     """A work item: out and lse of the queries [first, last) of one head of one sequence; query t is at position pos + t. Rows of q,
     keys, values, out and lse (None: not stored) begin at token 0. `head` and `sample_key` choose the random bits of `dropout`;
-    `key_range`: the keys that windows or documents leave; `length`: the keys of full attention, None: causal; `cached`: `pos` may
-    be > 0."""
+    `key_range`: the keys that windows or documents leave; `length`: the number of keys of full attention, None: causal; `cached`:
+    `pos` may be > 0."""
     s = micro.blocks_of(k, scratch_units(g, dropout.rate if dropout else 0.0, key_range is not None))
     softmax_scale, softmax_scale_log2 = mask_spec.softmax_scale(k, g.D), mask_spec.softmax_scale_log2(k, g.D)
     first_keys, capped = s["first_keys"].as_dtype("i32"), partial(mask_spec.capped, k, D=g.D)
@@ -170,7 +170,7 @@ def score_key_block(
     micro.TileMask, start: Start | None, capped: Capped,
 ) -> list[Value]:  # fmt: skip
     """s["p"] (keys, queries) = capped(K Q^T) of the packed keys [begin, num_keys) of a block, -infinity where a query does not see
-    a key. Returns each query's largest score, g.vectors vectors. `transposed`: the packed queries; else as in
+    a key. Returns each query's largest score, g.vectors vectors. `transposed`: the packed queries; the other parameters are as in
     `online_softmax_step`."""
     if g.tiles:
         assert start is None
@@ -282,7 +282,7 @@ def cache_row_of(k: KernelBuilder, sequence: Value, T: Value, pos: Any, slots: A
 
 
 def append_to_caches(k: KernelBuilder, k_cache, v_cache, keys, values, positions, slots, *, batch, seq, C, length, strides) -> None:
-    """Copy keys and values (batch, T, C)into rows [pos, pos + T) of each sequence in the caches (rows, length, C). `strides`: of
+    """Copy keys and values (batch, T, C) into rows [pos, pos + T) of each sequence in the caches (rows, length, C). `strides`: of
     keys and values. `positions` (B, T), `slots` (B,) i32: see `cache_row_of`; positions None: the scalar pos."""
     T, first_positions = micro.runtime_size(k, seq), k.scalar("pos") if positions is None else positions
     with k.parallel_for(micro.runtime_size(k, batch) * T) as token:

@@ -342,8 +342,8 @@ def accumulate_rows(
     k: KernelBuilder, g: Geometry, acc: Pointer, left_block: Pointer, vnni: Pointer, begin: Any, end: Value
 ) -> None:
     """acc (tokens, g.padded_D) += L @ X for the tokens [begin, end), contracted over a group's g.queries queries: L (tokens,
-    g.queries) in units along the queries, X (g.queries, D) a `vnni` block. Full tiles of g.rows tokens are computed, maybe beyond
-    `end`."""
+    g.queries) in units along the queries, X (g.queries, D) a `vnni` block. Full tiles of g.rows tokens are computed, which may
+    reach beyond `end`."""
     per_row = g.queries // g.pair  # units of a row of L
     if g.tiles:
         with k.loop(begin, end, g.rows) as t:

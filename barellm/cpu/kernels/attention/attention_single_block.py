@@ -41,8 +41,8 @@ def forward_units(g: micro.Geometry) -> dict[str, int]:
 
 
 def backward_units(g: micro.Geometry, shared: bool) -> dict[str, int]:
-    """Sizes of the blocks of the backward pass, in 32-bit units. With grouped queries (`shared`)dk and dv, sums over heads, are
-    fp32 rows."""
+    """Sizes of the blocks of the backward pass, in 32-bit units. With grouped queries (`shared`), dk and dv are sums over heads,
+    kept as fp32 rows."""
     vnni = {name: g.vnni_units(MAX_SEQ) for name in ("q", "k", "do")}
     transposed = {name: g.d_steps * MAX_SEQ for name in ("q_transposed", "do_transposed")}
     # [key][MAX_SEQ / 2]; the last of them [key / 2][MAX_SEQ].
@@ -59,7 +59,7 @@ def load_rows(
     None = None, vnni: Pointer | None = None,
 ) -> None:  # fmt: skip
     """Read `count` bf16 rows of `source` once, and pack them in each layout that has a destination (`rows`, `transposed`
-    [g.d_steps][MAX_SEQ], `vnni`), zero-padded to a multiple of g.queries rows. Unit: `lanes` rows x `lanes` pairs."""
+    [g.d_steps][MAX_SEQ], `vnni`), zero-padded to a multiple of g.queries rows. One step handles `lanes` rows x `lanes` pairs."""
     with k.loop(0, micro.round_up(k, count, g.queries), g.lanes) as t:
         for c in range(0, g.row_units, g.lanes):
             square = [k.var(k.const(0, k.ivec)) for _ in range(g.lanes)]  # rows t, t + 1, ... of `lanes` units

@@ -19,8 +19,8 @@ PREFETCH_ROWS = 4  # of dy, where a head reads halves of two: without, that took
 
 
 def constants_of(op: Op) -> dict[str, Any]:
-    """Compile-time constants of these kernels. `strides`: of the rows of x and the result; `lines`: the result's rows fill cache
-    lines."""
+    """Compile-time constants of these kernels. `strides`: of the rows of x and of the result, in elements; `lines`: whether the
+    result's rows fill cache lines."""
     out = next(iter(op.outputs.values()))
     lines = all(n % 64 == 0 for n in (out.first_column, out.row_stride))
     axes = {"batch": size_constant(op.x.shape[0]), "seq": size_constant(op.x.shape[1]), "half": 2 * int(op.cos.shape[1])}

@@ -1,5 +1,5 @@
 """Bigram hash ids, and document boundaries of packed sequences. Shapes: tokens, ids, starts (batch, seq), cu_seqlens (batch,
-slots)i32."""
+slots), all i32."""
 
 from barellm.cpu.kernel import KernelBuilder, kernel
 from barellm.cpu.kernels.loops import GRAIN, foreach_vector

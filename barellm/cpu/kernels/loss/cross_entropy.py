@@ -118,7 +118,7 @@ def row_scores(k: KernelBuilder, losses, margins, logits, targets, row_begin, ro
 def row_losses_and_gradients(
     k: KernelBuilder, losses, logits, targets, loss_scale, row_begin, row_limit, *, V, valid, dims, inner
 ) -> None:
-    """Forward and backward pass in one: losses as in `row_losses`, and the gradientover the logits, whose row is cached."""
+    """Forward and backward pass in one: losses as in `row_losses`, and the gradient over the logits, whose row is cached."""
     loss_factor = scale_of(k, loss_scale)
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         src, target = logits.at(row * V), targets.get(row)

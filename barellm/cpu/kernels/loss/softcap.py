@@ -189,8 +189,8 @@ def row_gradients(
     k: KernelBuilder, dlogits, logits, targets, lse, loss_scale, scale, row_begin, row_limit,
     *, V, valid, dims, inner, cap, mode, **more,
 ) -> None:  # fmt: skip
-    """Backward pass: store or add (`mode`) the gradient dlogitsfrom logits, targets and the forward pass's lse. With a `scale` (1),
-    dlogits are stored as FP8 codes relative to it. `loss_scale`: the state of dynamic loss scaling, None: off."""
+    """Backward pass: store or add (`mode`) the gradient dlogits, from logits, targets and the forward pass's lse. With a `scale`
+    (1), dlogits are stored as FP8 codes relative to it. `loss_scale`: the state of dynamic loss scaling, None: off."""
     factor = factor_of(k, loss_scale, cap, scale)
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         src, row_lse = logits.at(row * V), lse.get(row)

@@ -168,14 +168,14 @@ def muon_update(
 ) -> None:  # fmt: skip
     """param = (1 - lr weight_decay) param - lr scale x in one pass, lr = the run-time scalar named `rate` times `lr_scale`.
     `scales`: NorMuon's factor for each row of x, or each column if `by_column`; None: 1. `squared`: the decay is lr^2 scale
-    weight_decay instead. `cautious`: an element decays only where its update has the weight's sign(both shrink it)."""
+    weight_decay instead. `cautious`: an element decays only where its update has the weight's sign (both shrink it)."""
     lr = k.scalar(rate) * lr_scale
     decay_fp64 = lr * lr * (weight_decay * scale) if squared else lr * weight_decay  # Adam-like modded-nanogpt decay, or AdamW's
     shrink, decay, size = k.splat(1.0 - decay_fp64), k.splat(decay_fp64), k.splat(lr * scale)
     weights, clip_scale = storage.Weight(k, param, param_lo), clip.get(1)
 
     def update_range(begin: Value, end: Value, factor) -> None:
-        """Update elements [begin, end) by x times factor(index, mask), which contains lr scale."""
+        """param -= factor(index, mask) x for the elements [begin, end), with weight decay; the factor contains lr scale."""
 
         def body(i, mask, vectors):
             """Update the vectors from element i on, as many as `vectors` has."""
@@ -184,7 +184,7 @@ def muon_update(
                 offset = i + j * k.lanes
                 p, update = weights.load(offset, mask), x.load(offset, mask) * factor(offset, mask)
                 if cautious:
-                    same_sign = update * p >= 0.0
+                    same_sign = update * p >= 0.0  # the update shrinks the weight: only then it decays, too
                     updated.append(p - k.select(same_sign, p * decay, 0.0) - update)
                 else:
                     updated.append(k.fma(p, shrink, -update))

@@ -184,8 +184,8 @@ TALL = {16: 2, 32: 4}  # rows of a tile, for which a vector of the right factors
 
 def feedback(k: KernelBuilder, grad, error, left_own, left_total, right_own, right_total, clip, *, rows, cols, rank) -> None:
     """error = grad + error - left_own^T right_own, what this rank's factors leave out (error feedback); grad = left_total^T
-    right_total, the gradient that all ranks' factors give. Left factors (rank, rows), right ones (rank, cols). A norm that isn't
-    finite: no change."""
+    right_total, the gradient that all ranks' factors give. Left factors (rank, rows), right ones (rank, cols). Nothing changes if
+    the norm is not finite."""
     clip_scale, tile_rows = clip.get(1), TALL[k.isa.registers]
 
     def update_tile(i: Value, height: int, columns: list[tuple[Any, Value | None]]) -> None:

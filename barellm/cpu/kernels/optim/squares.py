@@ -31,8 +31,8 @@ def block_number(row: Value, col: Value, columns: Any) -> Value:
 
 
 def block_squares(k: KernelBuilder, partials, x, rows, columns) -> None:
-    """partials (ceil(rows / BLOCK), ceil(columns / BLOCK)) = sums of squares of the blocks of x (rows, columns). An item is a row
-    of them."""
+    """partials (ceil(rows / BLOCK), ceil(columns / BLOCK)) = sums of squares of the blocks of x (rows, columns). A work item is a
+    row of blocks."""
     with k.parallel_for((rows + (BLOCK - 1)) // BLOCK) as band, k.loop(0, columns, BLOCK) as col:
         block, first = BlockSum(k), band * BLOCK
         masks = [k.mask_first(columns - col - v) for v in range(0, BLOCK, k.lanes)]

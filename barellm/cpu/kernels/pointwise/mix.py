@@ -86,6 +86,7 @@ def mix_backward(
 
 @lowering("mix_backward", starts=f"{DX} {DK}", views=f"{DK} {' '.join(COEFFICIENTS)}")
 def lower_mix_backward(op: Op, c: Lowering) -> None:
+    """The kernel with partial sums of the learned coefficients' gradients, then the sums of these."""
     numbers = op.numbers
     learned = [i for i, number in enumerate(numbers) if number is None]
     named = op.inputs | op.outputs

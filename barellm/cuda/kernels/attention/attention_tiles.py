@@ -45,7 +45,7 @@ def load_rows(
 def load_columns(
     base, first, count, left, STRIDE: tl.constexpr, ROWS: tl.constexpr, DC: tl.constexpr, PAIR_STRIDE: tl.constexpr = 0
 ):  # fmt: skip
-    """Load a block (ROWS, DC) from row `first` on, zeros beyond `count` rows and `left` columns . `base` points to its first
+    """Load a block (ROWS, DC) from row `first` on, zeros beyond `count` rows and `left` columns. `base` points to its first
     column."""
     row, d = tl.arange(0, ROWS), tl.arange(0, DC)
     pointers = row_pointers(base, first, row, d, STRIDE, PAIR_STRIDE)

@@ -115,7 +115,8 @@ def block_sparse_attention_dq(
 
 @lowering("block_sparse_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)
 def lower_block_sparse_attention_backward(op: Any, c: Lowering) -> None:
-    """Launch lse and delta of each query, then dk and dv, then dq, then the gradient of the relative terms if there are any."""
+    """Launch the statistics (lse, delta) of each query, then dk and dv, then dq, then the gradient of the relative terms if there
+    are any."""
     constants, operands = constants_of(op), operands_of(op)
     stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
     operands |= {"stats": stats}

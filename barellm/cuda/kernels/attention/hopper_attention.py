@@ -242,5 +242,5 @@ def launch_forward(op: Any, c: Lowering, tile: AttentionConfig, scale_log2: floa
 
 
 def head_tensor_map(c: Lowering, x: Tensor, rows: int, D: int) -> TensorMap:
-    """The tensor map of q, k or v (tokens, heads * D), maybe columns of a wider tensorin boxes of `rows` x D, one head."""
+    """The tensor map of q, k or v (tokens, heads * D), maybe columns of a wider tensor, in boxes of `rows` x D, one head."""
     return TensorMap(part(x), x.dtype, c.rows(x), int(x.shape[-1]), (rows, D), view_stride(x) or int(x.shape[-1]))

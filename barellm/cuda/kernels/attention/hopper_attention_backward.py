@@ -186,7 +186,7 @@ def skip_block(full, empty, i):
 def query_stat(block, which: gl.constexpr, SCORES: gl.constexpr):
     """A statistic of each streamed query, lse (`which` 0) or delta (1), as (1, STREAM_ROWS) in the layout of the scores. `block`
     (STREAM_ROWS, STATS) is in shared memory; STATS_LAYOUT loads each value into the threads whose scores have its column, so no
-    data moves."""
+    data moves between threads."""
     STATS_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[1, 0], [8, 0], [16, 0], [32, 0]], [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [STREAM_ROWS, 1]
     )

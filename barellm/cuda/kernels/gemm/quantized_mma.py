@@ -166,7 +166,7 @@ def quantized_mma(
 def dequantize_mma(words, pairs, sums, FP16: gl.constexpr, NF4: gl.constexpr):
     """Dequantize the codes of two blocks and multiply by mma.m16n8k16: sums (WARPS, 2, 8, 4, 2) fp32 plus the dot products of words
     of codes (32 WARPS,) and pairs of x (64 WARPS,). To be one elementwise inline assembly of four elements, `pack`, all operands
-    are broadcast to the layout of the sums: each thread's registers already hold what the mma takes: no data moves."""
+    are broadcast to the layout of the sums: each thread's registers already hold what the mma takes, so no data moves."""
     SUMS_LAYOUT: gl.constexpr = sums.type.layout
     words = gl.convert_layout(words.reshape([WARPS, 1, 8, 4, 1]), SUMS_LAYOUT, assert_trivial=True)
     pairs = gl.convert_layout(pairs.reshape([WARPS, 1, 8, 4, 2]), SUMS_LAYOUT, assert_trivial=True)

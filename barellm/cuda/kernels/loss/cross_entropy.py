@@ -46,8 +46,8 @@ def joined(top, sums, x):
 @device
 def max_and_sum(logits, V: tl.constexpr, VALID: tl.constexpr, BLOCKS: tl.constexpr):
     """(maximum of a row, sum of exp(row - maximum)), online. Each THREAD_COLUMNS columns of a thread have a running maximum and sum
-    of their own, so that threads synchronize only after the full blocks and after the rest; a common maximum would need it each
-    time."""
+    of their own, so that threads synchronize only after the full blocks and after the rest; a common maximum would need it in every
+    iteration."""
     BLOCK: tl.constexpr = BLOCKS[0]
     REST: tl.constexpr = BLOCKS[1]
     FULL: tl.constexpr = VALID // BLOCK * BLOCK

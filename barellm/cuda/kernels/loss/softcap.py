@@ -32,7 +32,7 @@ SATURATED = constant(2.0**60)  # exp(-u) at most: sigmoid or slope are as good a
 
 @device
 def sigmoid_and_slope(x, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
-    """(s, s (1 - s)): the sigmoid s of u = (x + SHIFT) / WIDTH, and its slope. 1 - s as s exp(-u) does not cancel."""
+    """(s, s (1 - s)): the sigmoid s of u = (x + SHIFT) / WIDTH, and its slope. 1 - s is s exp(-u), which loses no digits."""
     exp_minus_u = tl.math.exp2((x + SHIFT) * (-LOG2_E / WIDTH))
     exp_minus_u = tl.where(exp_minus_u > SATURATED, SATURATED, exp_minus_u)  # NaN stays
     s = 1.0 / (1.0 + exp_minus_u)
@@ -128,7 +128,7 @@ def softcap_row_losses(
     PREDICT: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One row: its loss, the sum of weight (lse - z) over the targets; `nexts`, lse - z of the next token alone; and lse and
-    dlogits if they are given. dlogits may alias logits: the targets' logits are read before the reduction over the rowbefore any
+    dlogits if they are given. dlogits may alias logits: the targets' logits are read before the reduction over the row, before any
     write."""
     row = tl.program_id(0).to(tl.int64)
     position = (first + row) % length

@@ -61,7 +61,7 @@ def layernorm(
 ):  # fmt: skip
     """y, mean and rstd of BR short rows, each read once. The variance is that of shifted data: a rough mean is subtracted before
     anything is squared, and its error afterwards: E[x^2] - E[x]^2 loses all digits when |mean| is 3000 times the deviation, this
-    never does."""
+    form never does."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.arange(0, BC)
     live, inside = row < rows, column < C

@@ -50,8 +50,8 @@ def muon_momentum(
     NESTEROV: tl.constexpr, HALF: tl.constexpr, FP16: tl.constexpr,
 ):  # fmt: skip
     """m = momentum m + (1 - momentum) g, g being the clipped gradient; u = the new m, or where NESTEROV momentum m + (1 - momentum)
-    g once more; partials = sums of u^2, one for each CHUNK, which a program does. A norm that is not finite leaves m, and u is
-    zero."""
+    g once more; partials = sums of u^2, one for each CHUNK, which a program does. If the gradient's norm is not finite, m stays and
+    u is zero."""
     entry, chunk = find_entry(table, ENTRIES, WIDE)
     n = integer(table, entry, UNITS, ENTRIES) * UNIT
     m = aligned_pointer(table, entry, M, ENTRIES, tl.float32, UNIT)
