@@ -1,7 +1,8 @@
-"""Deterministic reductions: column sums over tokens, the sum of squares of a gradient.
+"""Deterministic reductions: column sums over tokens, the sum of squares of a gradient, the global gradient norm.
 
 Split reductions: rows form chunks whose number depends on the row count alone; each chunk is summed by one thread into its row of
-partials, then the partials are added in order. So the bits do not depend on the threads."""
+partials, then the partials are added in order. So the bits do not depend on the threads. (dims, inner): sizes whose product is the
+number of rows."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

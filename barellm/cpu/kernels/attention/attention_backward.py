@@ -63,10 +63,10 @@ def attention_backward_dkdv(
     step = k.select(is_one_pass | enough, k.int(micro.KEY_BLOCK), SMALL_KEY_BLOCK)
     blocks = k.ceil_div(T, step)
     add = [k.keep(mode) for mode in modes]
-    per_head = k.select(is_one_pass, k.int(1), blocks)
+    per_head = k.select(is_one_pass, k.int(1), blocks)  # work items of a head of keys
     group = heads // kv_heads
     with amx.tile_registers(k, micro.Geometry.of(k.isa, q.dtype, D).tiles), k.parallel_for(count * per_head) as item:
-        index, position = item // per_head, item % per_head
+        index, position = item // per_head, item % per_head  # head of keys over all sequences; block of keys
         # The first block is the longest: long and short ones alternate, for a thread's items are adjacent.
         start = k.select((position & 1).equals(0), position >> 1, per_head - 1 - (position >> 1))
         stop = k.select(is_one_pass, blocks, start + 1)

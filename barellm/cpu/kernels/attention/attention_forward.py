@@ -241,7 +241,7 @@ def attention(
     dropout = micro.Dropout(rate, stream, heads) if rate else None
     with amx.tile_registers(k, g.tiles), k.parallel_for(micro.runtime_size(k, batch) * heads * blocks) as item:
         sequence, head = item // (blocks * heads), item // blocks % heads
-        first = (blocks - 1 - item % blocks) * block  # longest first, for load balance
+        first = (blocks - 1 - item % blocks) * block  # its first query; longest first, for load balance
         token, counts = sequence * T, (heads, kv_heads, kv_heads)
         q_rows, k_rows, v_rows = (
             mask_spec.rows(p, token, micro.kv_head_of(head, heads, n), D=D, heads=n, stride=stride)

@@ -167,7 +167,7 @@ def block_sparse_attention_backward_rows(
     parts = k.ceil_div(blocks, part_rows)
     g = geometry(k.isa, q.dtype, shape["D"], block, tiles=relative is None)
     with amx.tile_registers(k, g.tiles), k.parallel_for(shared * k.select(is_one_pass, k.int(1), parts)) as item:
-        index = k.select(is_one_pass, item, item // parts)
+        index = k.select(is_one_pass, item, item // parts)  # of the head of keys, over all sequences
         part_index = parts - 1 - item % parts  # the longest rows of a causal layout first
         start, stop = k.select(is_one_pass, k.int(0), part_index), k.select(is_one_pass, parts, part_index + 1)
         with query_heads(k, group) as group_index:

@@ -162,7 +162,7 @@ def lane_range_mask(k: KernelBuilder, first: int, last: int) -> Value:
 def qk_rotary(k: KernelBuilder, y, rstd, x, cos, sin, *, eps, strides, lines, **shape) -> None:
     """y = RoPE(x * rstd) for each head, rstd = 1 / sqrt(mean(x^2) + eps) over its D columns. Memory is read once: a head stays in
     registers. If a head moves, its upper half is that of the position before, normalized by that one's rstd."""
-    walk = HeadLoop(k, cos, sin, back=False, **shape)
+    walk = HeadLoop(k, cos, sin, back=False, **shape)  # heads of rows, and their vectors
     nontemporal = walk.nontemporal(y, lines)
 
     def rstd_of(v: list[Value]) -> Value:

@@ -136,10 +136,10 @@ class RelativePositionBias:
         """dQ^T of a group, before scaling, += R^T dB and dR += dB Q, dB = the gradient of the group's bias, dS along diagonals."""
         k, g, s = self.k, self.g, self.s
         rows = self.block + 2 * g.queries
-        zero, begin, end = self.window(block_distance, query)
+        zero, begin, end = self.window(block_distance, query)  # `zero`: the distance of row 0 of the tile
         ds = s["ds_padded"].at(i * (rows * g.queries))
         dbias, vnni = s["dbias"], s["dbias_vnni" if g.pair == 2 else "dbias"]
-        with k.loop(begin, end, g.rows) as w:
+        with k.loop(begin, end, g.rows) as w:  # dB: dS along diagonals, in units along the queries and along the distances
             tile = load_diagonals(k, g, ds, k.int(self.block - 1 + g.queries) - w)
             for r, row in enumerate(tile):
                 micro.store_units(k, g, dbias.at((w + r) * (g.queries // g.pair)), row)

@@ -82,11 +82,11 @@ def sort_by_id(
         append_matches(first, in_range(first, k.mask_first(rows - first)))
 
     total = k.var(k.int(0))
-    with k.loop(0, ids_per_item) as i:  # counts become starts,
+    with k.loop(0, ids_per_item) as i:  # exclusive prefix sum: counts become starts,
         number = ends.get(i)
         ends.put(total.value, i)
         total.value = total.value + number
-    with k.loop(0, count.value) as i:  # and starts ends
+    with k.loop(0, count.value) as i:  # and, while the rows are placed, starts become ends
         row = matches.get(i)
         id_index = tokens.get(row) - low
         dst = ends.get(id_index)

@@ -1,8 +1,8 @@
 """Cross-entropy loss of the classifier and its gradient. Shapes: logits, dlogits (rows, V), targets (rows) i32, -1 ignored; lse,
-losses (rows) fp32. Columns from `valid` on are padding.
+losses, margins (rows) fp32. Columns from `valid` on are padding. (dims, inner): sizes whose product is the run's number of rows.
 
 Every kernel handles at most `row_limit` rows from `row_begin` on, and its pointers are to the first of them: a lowering may call it
-for all rows or for a chunk (chunked logits). Gradients may be written in place of the logits."""
+for all rows or for a chunk (chunked logits). Gradients may overwrite the logits."""
 
 from operator import add
 from typing import Any

@@ -1,5 +1,6 @@
 """LayerNorm, and the gradients of both norms. Shapes: x, y, dy, dx (rows, C); weight, bias, dweight, dbias (C); mean, rstd (rows)
-fp32. RMSNorm's gradients are those of a LayerNorm without means: with `mean` None nothing is centred."""
+fp32. RMSNorm's gradients are those of a LayerNorm without means: with `mean` None nothing is centred. (dims, inner): run-time sizes
+and a number, whose product is the number of rows. A masked vector (`mask`) ends a row that lanes do not divide."""
 
 from collections.abc import Callable
 from operator import add

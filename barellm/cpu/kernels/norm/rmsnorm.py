@@ -1,4 +1,5 @@
-"""RMSNorm, of rows or of their heads. Shapes: x, y (rows, C); weight (C) or none; rstd (rows) fp32. Gradients: layernorm.py."""
+"""RMSNorm, of rows or of their heads. Shapes: x, y (rows, C); weight (C) or none; rstd (rows) fp32. Its gradients are in
+layernorm.py, as are (dims, inner): sizes whose product is the number of rows."""
 
 from barellm.cpu.kernel import KernelBuilder, Value, kernel
 from barellm.cpu.kernels.loops import exceeds_caches, row_grain, write_row

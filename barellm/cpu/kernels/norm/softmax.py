@@ -1,4 +1,4 @@
-"""Softmax over rows of any length. Shapes: x, y, dy, dx (rows, C)."""
+"""Softmax over rows of any length. Shapes: x, y, dy, dx (rows, C). (dims, inner): sizes whose product is the number of rows."""
 
 from operator import add
 

@@ -69,7 +69,7 @@ def symmetric_gemm(
         """Run the micro-kernel on the tile of rows [row, row + MR) and KC block p of B's `panel`; p = 0 starts the sums, later
         blocks continue them. `first`: the item's first row, which the accumulators begin with. `a_panel`: the packed rows of A from
         `base` on; None: A is read from x."""
-        # A packed panel pads an odd depth with zeros; unpacked, the odd element is the micro-kernel's `tail`.
+        # Steps of the micro-kernel. A packed panel pads an odd depth with zeros; unpacked, the odd element is its `tail`.
         k_units = (kc_of(p) + 1) // 2 if vnni and a_panel is not None else kc_of(p) // 2 if vnni else kc_of(p)
         tail, is_last_k = None, None
         if a_panel is None:
@@ -98,7 +98,7 @@ def symmetric_gemm(
             dst.store(value, i * lanes)
 
     with k.parallel_for(panels * m_blocks) as item:
-        panel_index, block = item % panels, item // panels
+        panel_index, block = item % panels, item // panels  # of the NR columns and of the MC rows
         col = panel_index * nr
         first, last = (k.max(block * MC, col), k.min((block + 1) * MC, n))  # rows; those above the diagonal are mirrored
         with k.when(first < last), k.loop(0, k_blocks) as p:

@@ -193,7 +193,7 @@ def gated_backward(
     one pass. `modes`: of dx and dz."""
     T, D, stride = runtime_size(k, seq), C // N, dict(strides)
     rows, padded = runtime_size(k, batch) * T, -(-N // k.lanes) * k.lanes
-    gates = k.thread_scratch()
+    gates = k.thread_scratch()  # sigmoids of a row's gates, then `dots`, padded to vectors
     dots = gates.at(padded)
     factor_scale, derivative = gate_scale(k, factor, scale, squash=squash)
     to_caches = modes[0] != "store" or D % (loops.ROW_UNROLL * k.lanes) != 0 or stride["dx"] != C

@@ -23,7 +23,7 @@ def find_entry(table, ENTRIES: tl.constexpr, WIDE: tl.constexpr):
     j = tl.arange(0, WIDE)
     first = tl.load(table + j, mask=j < ENTRIES, other=0x7FFFFFFF)
     program = tl.program_id(0).to(tl.int64)
-    entry = tl.sum((first <= program).to(tl.int32), 0) - 1
+    entry = tl.sum((first <= program).to(tl.int32), 0) - 1  # the entries that begin at or before this program, less one
     return entry, program - tl.load(table + entry)
 
 

@@ -29,7 +29,7 @@ def symmetric_product(
     above the diagonal return at once."""
     TILES: tl.constexpr = (N + B - 1) // B
     m0, n0, entry = tl.program_id(0) // TILES * B, tl.program_id(0) % TILES * B, tl.program_id(1)
-    if n0 <= m0:
+    if n0 <= m0:  # the tile reaches below the diagonal
         out = matrix_pointer(table, entry, OUT, ENTRIES, N, HALF, FP16)
         x = matrix_pointer(table, entry, X, ENTRIES, N if COLUMNS else DEPTH, HALF, FP16)
         m, n, k = m0 + tl.arange(0, B), n0 + tl.arange(0, B), tl.arange(0, BK)
