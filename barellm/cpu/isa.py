@@ -78,8 +78,8 @@ def host_features() -> dict[str, bool]:
     macOS."""
     import llvmlite.binding as llvm
 
-    found = llvm.get_host_cpu_features()
-    return found | {"neon": True, "bf16": arm_bf16()} if arm() else found
+    features = llvm.get_host_cpu_features()
+    return features | {"neon": True, "bf16": arm_bf16()} if arm() else features
 
 
 def arm_bf16() -> bool:
@@ -120,9 +120,9 @@ def _host(name: str) -> ISA:
     isa = (ARM if arm() else X86)[name or best]
     if isa.name != best:
         return isa  # as narrow as its name says
-    found = host_features()
-    features = ",".join(f"{'+' if has else '-'}{name}" for name, has in sorted(found.items()))
-    counts = "words" if isa.masked and found.get("avx512vpopcntdq") else isa.popcount
+    detected = host_features()
+    features = ",".join(f"{'+' if has else '-'}{name}" for name, has in sorted(detected.items()))
+    counts = "words" if isa.masked and detected.get("avx512vpopcntdq") else isa.popcount
     return replace(isa, cpu=llvm.get_host_cpu_name(), features=features, popcount=counts)  # tuned for the very processor
 
 

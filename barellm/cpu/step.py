@@ -95,11 +95,11 @@ class LoweredPrograms:
     @property
     def specs(self) -> dict[Specialisation, str]:
         """Every specialisation that must be compiled, with the op that needs it first."""
-        found: dict[Specialisation, str] = {}
+        first_ops: dict[Specialisation, str] = {}
         for calls in self.calls.values():
             for call in calls:
-                found.setdefault(call.spec, call.op.name)
-        return found
+                first_ops.setdefault(call.spec, call.op.name)
+        return first_ops
 
 
 def lower_and_plan(

@@ -165,9 +165,9 @@ _TRIED: dict[str, _Blocks] = {
 def attention_configs(operation: str, head: int, dtype: str, arch: int) -> tuple[AttentionConfig, ...]:
     """Every configuration of an attention kernel on this architecture, the default first; those of sm_90 were looked at there
     only."""
-    usual = select_attention_config(operation, head, dtype, arch)
+    default = select_attention_config(operation, head, dtype, arch)
     tried = _TRIED.get(_operands(dtype, arch), {}).get((operation, head), ()) if arch <= 90 or tuned_arch(arch) < 90 else ()
-    return (usual, *(AttentionConfig(*t) for t in tried if AttentionConfig(*t) != usual))
+    return (default, *(AttentionConfig(*t) for t in tried if AttentionConfig(*t) != default))
 
 
 def bitwise_equal(operation: str, a: AttentionConfig, b: AttentionConfig) -> bool:

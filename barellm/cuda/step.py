@@ -102,12 +102,12 @@ class LoweredPrograms:
     @property
     def specs(self) -> dict[Specialisation, str]:
         """Every specialisation that must be compiled, with the op that needs it first."""
-        found: dict[Specialisation, str] = {}
+        first_ops: dict[Specialisation, str] = {}
         for low in self.lowered.values():
             for launch in low.launches:
                 if isinstance(launch, Launch):
-                    found.setdefault(launch.spec, launch.op.name)
-        return found
+                    first_ops.setdefault(launch.spec, launch.op.name)
+        return first_ops
 
 
 def lower_and_plan(programs: dict[str, Program], target: Target) -> LoweredPrograms:
@@ -405,12 +405,12 @@ class CudaSession(ArenaSession):
             self._send_inputs(program)
             start()
 
-        usual = self._starts[program]
+        usual_start = self._starts[program]
         self._starts[program] = begin
         try:
             self.run(program, **values)
         finally:
-            self._starts[program] = usual
+            self._starts[program] = usual_start
 
     def replay(self, program: str, **sizes: int) -> None:
         """Launch the graph of a run of these sizes, with the inputs and run-time scalars of the last run."""

@@ -140,8 +140,8 @@ class AttentionProblem:
     def configs_in_triton(self, arch: int) -> tuple[AttentionConfig, ...]:
         """Those of the kernels that every card has; the first where no other is chosen."""
         head = attention_config.padded_head_size(self.head)
-        found = attention_config.attention_configs(self.table, head, self.dtype, arch)
-        return tuple(dict.fromkeys(map(attention_config.without_register_limit, found))) if self.register_bound else found
+        configs = attention_config.attention_configs(self.table, head, self.dtype, arch)
+        return tuple(dict.fromkeys(map(attention_config.without_register_limit, configs))) if self.register_bound else configs
 
     def __str__(self) -> str:
         dropout = " dropout" if self.dropout else ""
@@ -233,9 +233,9 @@ def ship(found: dict[str, Entry], path: Path = SHIPPED) -> int:
 @contextmanager
 def counting() -> Iterator[Counter[Problem]]:
     """Count the problems that are lowered within the context."""
-    found: Counter[Problem] = Counter()
-    _counters.append(found)
+    counter: Counter[Problem] = Counter()
+    _counters.append(counter)
     try:
-        yield found
+        yield counter
     finally:
-        _counters.remove(found)
+        _counters.remove(counter)

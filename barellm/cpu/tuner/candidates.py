@@ -47,7 +47,7 @@ def _on_tiles(problem: GemmProblem, isa: ISA) -> bool:
 
 def possible(problem: GemmProblem, isa: ISA) -> list[gemm_config.GemmConfig]:
     """Every combination of tile, MC, NC and order that makes a difference for this problem."""
-    found: dict[gemm_config.GemmConfig, None] = {}
+    configs: dict[gemm_config.GemmConfig, None] = {}
     for tile in gemm_config.tiles(isa, problem.dtype):
         nr = tile.nr(isa)
         padded_cols = -(-problem.cols // nr) * nr
@@ -65,8 +65,8 @@ def possible(problem: GemmProblem, isa: ISA) -> list[gemm_config.GemmConfig]:
             for columns in sorted(widths):
                 one_block = rows >= problem.rows or columns >= padded_cols
                 for order in gemm_config.ORDERS[:1] if one_block else gemm_config.ORDERS:
-                    found[gemm_config.GemmConfig(tile, rows, rows, columns, order)] = None
-    return list(found)
+                    configs[gemm_config.GemmConfig(tile, rows, rows, columns, order)] = None
+    return list(configs)
 
 
 def refined(problem: GemmProblem, best: Any, isa: ISA) -> list[Any]:
@@ -76,15 +76,15 @@ def refined(problem: GemmProblem, best: Any, isa: ISA) -> list[Any]:
         return []
     if problem.operation == "weight_gradient":
         return [replace(best, overlap=overlap) for overlap in gemm_config.OVERLAPS if overlap != best.overlap]
-    found: dict[gemm_config.GemmConfig, None] = {}
+    configs: dict[gemm_config.GemmConfig, None] = {}
     overlaps = (
         gemm_config.OVERLAPS if can_overlap_packing(isa, problem.dtype) else (gemm_config.OVERLAPS[0], gemm_config.OVERLAPS[-1])
     )
     for tile in {best.tile: None} | {t: None for t in gemm_config.tiles(isa, problem.dtype) if t.vectors > 1}:
         for kc in _parts(problem, tile, isa):
             for overlap in overlaps:
-                found[_with(problem, best, tile, kc, overlap, isa)] = None
-    return [c for c in found if c != best]
+                configs[_with(problem, best, tile, kc, overlap, isa)] = None
+    return [c for c in configs if c != best]
 
 
 def _with(
@@ -125,14 +125,14 @@ def cost(problem: GemmProblem, config: gemm_config.GemmConfig, isa: ISA, threads
     products = rows * panels * tile.vectors * units * max(1.0, loads)
     pack_cost = PACK_TRANSPOSED if problem.operation.startswith("forward") else PACK_INTERLEAVED
     packing = row_blocks * panels * tile.vectors * units * pack_cost
-    beyond = row_blocks * K * N * size
+    l2_miss_bytes = row_blocks * K * N * size
     resident = (min(block, M) + nr) * K * size
     if gradient:
         packing += column_blocks * rows / isa.lanes * units * PACK_INTERLEAVED
-        beyond += column_blocks * K * M * size
+        l2_miss_bytes += column_blocks * K * M * size
         resident = (round_up(config.mc, isa.lanes) + nr) * min(K, gemm_config.token_chunk(isa)) * size
     if resident > processor.caches().get(2, processor.TYPICAL[2]):
-        beyond += panels * M * K * size
+        l2_miss_bytes += panels * M * K * size
     items = row_blocks * column_blocks
     imbalance = ceil(items / threads) * threads / items
-    return (products + packing + beyond / BYTES_A_CYCLE) * imbalance
+    return (products + packing + l2_miss_bytes / BYTES_A_CYCLE) * imbalance

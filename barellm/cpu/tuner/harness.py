@@ -249,9 +249,9 @@ class Operands:
     def touched(self) -> str:
         """Name the bytes that were changed and should not have been: guards, and operands that are only read."""
         guards = {name: np.concatenate([self._span(name)[:GUARD], self._span(name)[-GUARD:]]) for name in self.initial}
-        beside = [f"beside {name}" for name, guard in guards.items() if (guard != FILL).any()]
+        guard_names = [f"beside {name}" for name, guard in guards.items() if (guard != FILL).any()]
         inputs = [name for name, a in self.initial.items() if name not in self.written and self._changed(name, a)]
-        return ", ".join(beside + [f"the input {name}" for name in inputs])
+        return ", ".join(guard_names + [f"the input {name}" for name in inputs])
 
     def _changed(self, name: str, before: np.ndarray) -> bool:
         return not np.array_equal(self.array(name).view(np.uint8), before.view(np.uint8))

@@ -122,21 +122,21 @@ class GemmCase(Case):
         problem = self.problem
         rows, cols = at = _sampled(self.rows("out", sizes)), _sampled(problem.cols)
 
-        def of(name: str) -> np.ndarray:
+        def tensor_of(name: str) -> np.ndarray:
             a = self.given[name]
             return a[0, : sizes.seq] if a.ndim == 3 else a
 
         def operand(epilogue: str) -> np.ndarray:
             if epilogue == "bias":
-                return of("bias")[cols]
-            return of("pre" if epilogue in SLOPES else "out" if self.added else epilogue)[np.ix_(*at)]
+                return tensor_of("bias")[cols]
+            return tensor_of("pre" if epilogue in SLOPES else "out" if self.added else epilogue)[np.ix_(*at)]
 
         if problem.operation == "nt":
-            left, right = of("x")[rows], of("weight")[cols].T
+            left, right = tensor_of("x")[rows], tensor_of("weight")[cols].T
         elif problem.operation == "nn":
-            left, right = of("dy")[rows], of("weight")[:, cols]
+            left, right = tensor_of("dy")[rows], tensor_of("weight")[:, cols]
         else:
-            left, right = of("dy")[:, rows].T, of("x")[:, cols]
+            left, right = tensor_of("dy")[:, rows].T, tensor_of("x")[:, cols]
         epilogues = ["bias"] * ("bias" in self.given) + [problem.epilogue] * bool(problem.epilogue)
         results = harness.gemm_reference(left, right, epilogues, operand, SLOPE_ERROR)
         rounded = 2.0**-9 if problem.dtype == "tf32" else 0.0  # of the operands
@@ -205,15 +205,15 @@ class AttentionCase(Case):
         """Compare one head of one sequence with float64 attention, on sampled queries (or keys, for dk and dv): for the forward
         pass out and lse, else the gradients. Error bounds are relative to the sums of the terms' magnitudes."""
         T, D, H, G = sizes.seq, self.problem.head, self.problem.heads, self.kv_heads
-        group, picked = head // (H // G), _sampled(T)
-        queries, keys = (np.arange(T), picked) if self.problem.operation == "keys" else (picked, np.arange(T))
+        group, sampled = head // (H // G), _sampled(T)
+        queries, keys = (np.arange(T), sampled) if self.problem.operation == "keys" else (sampled, np.arange(T))
 
-        def of(name: str) -> np.ndarray:
+        def tensor_of(name: str) -> np.ndarray:
             """(T, heads, D) of this sequence, as a run of these sizes finds it."""
             flat, columns = self.given[name].reshape(-1), self.given[name].shape[-1]
             return flat[sequence * T * columns :][: T * columns].reshape(T, -1, D).astype(np.float64)
 
-        qkv, scale = of("qkv"), 1 / sqrt(D)
+        qkv, scale = tensor_of("qkv"), 1 / sqrt(D)
         k, v = qkv[:, H + group], qkv[:, H + G + group]
 
         def probabilities(h: int, lse: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
@@ -226,17 +226,17 @@ class AttentionCase(Case):
         def compare(name: str, output: str, at: int, want: np.ndarray, size: np.ndarray) -> None:
             """`at`: which D columns of the output's rows."""
             columns = np.arange(D) + at * D
-            found = read(output, sequence * T + picked)[:, columns]
-            self.compare(name, found, want, ATTENTION[self.problem.dtype] * size + EPS, (picked, columns), sizes)
+            got = read(output, sequence * T + sampled)[:, columns]
+            self.compare(name, got, want, ATTENTION[self.problem.dtype] * size + EPS, (sampled, columns), sizes)
 
         if self.forward:
             p, lse, kept = probabilities(head)
             compare("out", "out", head, p * kept @ v, p * kept @ np.abs(v))
-            found = read("lse", (sequence * H + head) * T + picked)
-            self.compare("lse", found, lse, 2.0**-16 * (1 + np.abs(lse)), (picked, [head]), sizes)
+            got = read("lse", (sequence * H + head) * T + sampled)
+            self.compare("lse", got, lse, 2.0**-16 * (1 + np.abs(lse)), (sampled, [head]), sizes)
             return
-        dout, out, lse = of("dout"), of("out"), self.given["lse"].reshape(-1)[sequence * H * T :][: H * T]
-        dk, dk_size, dv, dv_size = np.zeros((4, len(picked), D))
+        dout, out, lse = tensor_of("dout"), tensor_of("out"), self.given["lse"].reshape(-1)[sequence * H * T :][: H * T]
+        dk, dk_size, dv, dv_size = np.zeros((4, len(sampled), D))
         for h in range(group * (H // G), (group + 1) * (H // G)) if self.problem.operation == "keys" else (head,):
             p, _, kept = probabilities(h, lse.reshape(H, T)[h, queries, None].astype(np.float64))
             q, do, delta = qkv[queries, h], dout[queries, h], (dout * out)[queries, h]

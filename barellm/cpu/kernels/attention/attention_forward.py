@@ -191,8 +191,8 @@ def score_key_block(
 
         partly_masked, make_mask = tile_mask(j)
         with k.when(partly_masked):
-            sees = make_mask()
-            masked = [[k.select(sees(r, v), x, float("-inf")) for v, x in enumerate(row)] for r, row in enumerate(tile)]
+            is_visible = make_mask()
+            masked = [[k.select(is_visible(r, v), x, float("-inf")) for v, x in enumerate(row)] for r, row in enumerate(tile)]
             store_scores(masked)
         with k.otherwise(partly_masked):
             store_scores(tile)

@@ -46,15 +46,15 @@ class MaskSpec(NamedTuple):
         """Positions of a folded sequence of `seq` tokens."""
         return runtime_size(k, seq) if self.fold == 1 else runtime_size(k, seq) * self.fold
 
-    def score_scale(self, k: KernelBuilder, D: int, by: float = 1.0) -> Any:
-        """The factor of q k^T, times `by`."""
+    def score_scale(self, k: KernelBuilder, D: int, factor: float = 1.0) -> Any:
+        """The factor of q k^T, times `factor`."""
         if isinstance(self.scale, str):
-            return k.splat(k.scalar(self.scale) * by if by != 1.0 else k.scalar(self.scale))
-        return self.scale * by if self.scale else by / sqrt(D)
+            return k.splat(k.scalar(self.scale) * factor if factor != 1.0 else k.scalar(self.scale))
+        return self.scale * factor if self.scale else factor / sqrt(D)
 
-    def softmax_scale(self, k: KernelBuilder, D: int, by: float = 1.0) -> Any:
-        """The factor of the softmax's argument, times `by`: `softcap` if there is one (see `capped`), else the scale of q k^T."""
-        return self.softcap * by if self.softcap else self.score_scale(k, D, by)
+    def softmax_scale(self, k: KernelBuilder, D: int, factor: float = 1.0) -> Any:
+        """The factor of the softmax's argument, times `factor`: `softcap` if there is one (see `capped`), else q k^T's scale."""
+        return self.softcap * factor if self.softcap else self.score_scale(k, D, factor)
 
     def softmax_scale_log2(self, k: KernelBuilder, D: int) -> Any:
         """`softmax_scale` times log2(e), as exponentials are computed as powers of 2."""

@@ -53,8 +53,8 @@ def muon_momentum(k: KernelBuilder, m, u, partials, grad, clip, n, *, nesterov) 
 
 @lowering("muon_momentum")
 def lower_momentum(op: Op, c: Lowering) -> None:
-    for one in each_matrix(op, **op.outputs, grad=op.grad):
-        operands = {**one, "clip": op.clip, "n": op.grad.size // op.matrices}
+    for matrix in each_matrix(op, **op.outputs, grad=op.grad):
+        operands = {**matrix, "clip": op.clip, "n": op.grad.size // op.matrices}
         c.call(muon_momentum, operands, {"nesterov": bool(op.nesterov)}, writes="m u partials")
 
 
@@ -72,8 +72,8 @@ def muon_normalize(k: KernelBuilder, x, u, partials, n, count, *, margin, eps) -
 @lowering("muon_normalize")
 def lower_normalize(op: Op, c: Lowering) -> None:
     sizes = {"n": op.u.size // op.matrices, "count": op.partials.size // op.matrices}
-    for one in each_matrix(op, x=op.x, u=op.u, partials=op.partials):
-        c.call(muon_normalize, {**one, **sizes}, {"margin": float(op.margin), "eps": float(op.eps)}, writes="x")
+    for matrix in each_matrix(op, x=op.x, u=op.u, partials=op.partials):
+        c.call(muon_normalize, {**matrix, **sizes}, {"margin": float(op.margin), "eps": float(op.eps)}, writes="x")
 
 
 def gram_apply(k: KernelBuilder, y, a, b, x, scale, *, rows, cols, depth, config) -> None:
@@ -92,8 +92,8 @@ def lower_apply(op: Op, c: Lowering) -> None:
     config = select_config(c, "input_gradient", op.x.dtype, cols, depth, rows)
     c.thread_scratch(gemm_scratch_bytes(c.isa, op.x.dtype, depth, config))
     constants = {"rows": rows, "cols": cols, "depth": depth, "config": config}
-    for one in each_matrix(op, y=op.y, a=a, b=b, x=op.x):
-        c.call(gram_apply, {**one, "scale": numbers.bits(op.scale)}, constants, writes="y")
+    for matrix in each_matrix(op, y=op.y, a=a, b=b, x=op.x):
+        c.call(gram_apply, {**matrix, "scale": numbers.bits(op.scale)}, constants, writes="y")
 
 
 # --- NorMuon ---
@@ -151,11 +151,11 @@ def scales_of_means(k: KernelBuilder, second, scales, means, clip, n, *, beta2, 
 def lower_scales(op: Op, c: Lowering) -> None:
     rows, C = op.one(op.x)
     means = (part(c.workspace("means", 4 * op.second.size)), "fp32")
-    for one in each_matrix(op, means=means, x=op.x):
-        c.call(row_means if rows >= C else column_means, {**one, "rows": rows}, {"C": C}, writes="means")
+    for matrix in each_matrix(op, means=means, x=op.x):
+        c.call(row_means if rows >= C else column_means, {**matrix, "rows": rows}, {"C": C}, writes="means")
     constants = {"beta2": float(op.beta2), "each": min(rows, C)}
-    for one in each_matrix(op, **op.outputs, means=means):
-        operands = {**one, "clip": op.clip, "n": op.second.size // op.matrices}
+    for matrix in each_matrix(op, **op.outputs, means=means):
+        operands = {**matrix, "clip": op.clip, "n": op.second.size // op.matrices}
         c.call(scales_of_means, operands, constants, writes="second scales")
 
 
@@ -213,5 +213,5 @@ def lower_update(op: Op, c: Lowering) -> None:
     cautious = bool(op.cautious and op.weight_decay)
     constants |= {"rate": op.rate, "C": C, "by_column": rows < C, "squared": op.squared, "cautious": cautious}
     operands = {**storage.weight_operands("param", op.outputs["param"]), "x": op.x, "scales": op.scales}
-    for one in each_matrix(op, **operands):
-        c.call(muon_update, {**one, "clip": op.clip, "rows": rows}, constants, writes="param param_lo")
+    for matrix in each_matrix(op, **operands):
+        c.call(muon_update, {**matrix, "clip": op.clip, "rows": rows}, constants, writes="param param_lo")

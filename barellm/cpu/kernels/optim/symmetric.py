@@ -187,8 +187,8 @@ def _lower(op: Op, c: Lowering, out: Any, x: Any, *, depth: int, columns: bool =
     tile = tile_of(c.isa, x.dtype, n)
     c.thread_scratch(thread_scratch_bytes(c.isa, x.dtype, depth, tile, columns=columns))
     constants = {"n": n, "depth": depth, "columns": columns, "tile": tile}
-    for one in each_matrix(op, out=out, x=x):
-        operands = {**one, "linear": factors.get("linear"), "square": factors.get("square")}
+    for matrix in each_matrix(op, out=out, x=x):
+        operands = {**matrix, "linear": factors.get("linear"), "square": factors.get("square")}
         c.call(symmetric_gemm, operands, constants, writes="out")
 
 

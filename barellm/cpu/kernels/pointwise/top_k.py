@@ -80,8 +80,8 @@ def rank_of(k: KernelBuilder, selected: Pointer, K: int, i: Value) -> Value:
     def body(c, mask, _):
         other = selected.load(c, mask)
         lower_column = (k.iota() + k.splat(k.int(c))) < limit  # they are in the order of their columns
-        before = (other > key_lanes) | (other.equals(key_lanes) & lower_column)
-        rank.value = rank.value + k.select(before if mask is None else before & mask, k.to(1, k.ivec), 0)
+        precedes = (other > key_lanes) | (other.equals(key_lanes) & lower_column)
+        rank.value = rank.value + k.select(precedes if mask is None else precedes & mask, k.to(1, k.ivec), 0)
 
     foreach_column(k, K, body, unroll=1)
     return k.to(k.sum(rank.value), "i64")

@@ -78,8 +78,8 @@ def mask_constants(op: Any, D: int) -> dict[str, tuple[Any, ...]]:
     return {"SCALES": (constant_scale(op, D, log2(e)), scale), "MASKING": (int(op.causal), int(op.bounded), window, op.fold)}
 
 
-def constant_scale(op: Any, D: int, by: float = 1.0) -> float:
-    """The softmax scale of an attention op without a run-time scale, times `by`. Raises Refused for an op with a softcap."""
+def constant_scale(op: Any, D: int, factor: float = 1.0) -> float:
+    """The softmax scale of an attention op without a run-time scale, times `factor`. Raises Refused for an op with a softcap."""
     if op.softcap:
         raise Refused(f"the cuda backend's kernel for {op.name} has no softcap, found {op.softcap}")
-    return op.scale * by if isinstance(op.scale, float) else by / sqrt(D)
+    return op.scale * factor if isinstance(op.scale, float) else factor / sqrt(D)

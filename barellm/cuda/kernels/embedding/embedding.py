@@ -81,9 +81,9 @@ def count_below(keys, key, first, last, steps):
     for _ in range(0, steps):
         middle = (low + high) // 2
         unfinished = low < high
-        less = tl.load(keys + middle, mask=unfinished, other=0) < key
-        low = tl.where(unfinished & less, middle + 1, low)
-        high = tl.where(unfinished & (less == 0), middle, high)
+        is_below = tl.load(keys + middle, mask=unfinished, other=0) < key
+        low = tl.where(unfinished & is_below, middle + 1, low)
+        high = tl.where(unfinished & (is_below == 0), middle, high)
     return low - first
 
 

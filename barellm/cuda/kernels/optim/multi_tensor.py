@@ -78,15 +78,15 @@ def entry_constants(entries: int) -> dict[str, int]:
     return {"ENTRIES": entries, "WIDE": pow2(entries)}
 
 
-def of_matrices(each: Sequence[Any], operands: Iterable[Any]) -> tuple[str, list[Region]]:
-    """A column of addresses: for each op of `each`, its operand's matrices (a bank's shares of equal size), an entry each."""
-    pairs = zip(each, operands, strict=True)
+def of_matrices(group: Sequence[Any], operands: Iterable[Any]) -> tuple[str, list[Region]]:
+    """A column of addresses: for each op of `group`, its operand's matrices (a bank's shares of equal size), an entry each."""
+    pairs = zip(group, operands, strict=True)
     return column(share(operand, i, op.matrices) for op, operand in pairs for i in range(op.matrices))
 
 
-def repeated(each: Sequence[Any], value: Callable[[Any], Any]) -> list[Any]:
+def repeated(group: Sequence[Any], value: Callable[[Any], Any]) -> list[Any]:
     """A column of numbers: value(op), repeated for each matrix of the op's bank."""
-    return [value(op) for op in each for _ in range(op.matrices)]
+    return [value(op) for op in group for _ in range(op.matrices)]
 
 
 def column(operands: Iterable[Tensor | tuple[Region, str]]) -> tuple[str, list[Region]]:

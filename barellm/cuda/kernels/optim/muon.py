@@ -77,16 +77,16 @@ def muon_momentum(
 @lowering("muon_momentum")
 def lower_momentum(op: Any, c: Lowering) -> None:
     """Launch muon_momentum once for a group of ops, with a table entry for each of their matrices."""
-    each: list[Any] = members(op)
-    unit = matrix_unit(each[0], each[0].grad)
-    firsts, programs = first_programs(repeated(each, lambda o: o.chunks(o.grad)))
-    units = repeated(each, lambda o: o.grad.size // o.matrices // unit)
+    group: list[Any] = members(op)
+    unit = matrix_unit(group[0], group[0].grad)
+    firsts, programs = first_programs(repeated(group, lambda o: o.chunks(o.grad)))
+    units = repeated(group, lambda o: o.grad.size // o.matrices // unit)
     fields = {"first": ("i64", firsts), "units": ("i64", units)}
-    fields |= {name: of_matrices(each, (getattr(o, name) for o in each)) for name in MOMENTUM_FIELDS[2:]}
+    fields |= {name: of_matrices(group, (getattr(o, name) for o in group)) for name in MOMENTUM_FIELDS[2:]}
     table = Table(fields, writes=("m", "u", "partials"))
     constants = {**entry_constants(len(units)), "UNIT": unit, "CHUNK": CHUNK, "BLOCK": 8 * BLOCK}
-    constants |= {"NESTEROV": bool(op.nesterov), **matrix_constants(each[0].u.dtype)}
-    operands = {"table": table, "clip": each[0].clip}
+    constants |= {"NESTEROV": bool(op.nesterov), **matrix_constants(group[0].u.dtype)}
+    operands = {"table": table, "clip": group[0].clip}
     c.launch(muon_momentum, operands, constants, grid=lambda s: (programs,), writes="", warps=16)
 
 
@@ -117,17 +117,17 @@ def muon_normalize(
 @lowering("muon_normalize")
 def lower_normalize(op: Any, c: Lowering) -> None:
     """Launch muon_normalize once for a group of ops, with a table entry for each of their matrices."""
-    each: list[Any] = members(op)
-    unit = matrix_unit(each[0], each[0].u)
-    sizes = repeated(each, lambda o: o.u.size // o.matrices)
+    group: list[Any] = members(op)
+    unit = matrix_unit(group[0], group[0].u)
+    sizes = repeated(group, lambda o: o.u.size // o.matrices)
     firsts, programs = first_programs(ceil_div(n, SPAN) for n in sizes)
     fields = {"first": ("i64", firsts), "units": ("i64", [n // unit for n in sizes])}
-    fields |= {name: of_matrices(each, (getattr(o, name) for o in each)) for name in ("x", "u", "partials")}
-    fields |= {"count": ("i64", repeated(each, lambda o: o.chunks(o.u)))}
-    fields |= {"margin": ("fp64", repeated(each, lambda o: float(o.margin)))}
-    fields |= {"eps": ("fp64", repeated(each, lambda o: float(o.eps)))}
+    fields |= {name: of_matrices(group, (getattr(o, name) for o in group)) for name in ("x", "u", "partials")}
+    fields |= {"count": ("i64", repeated(group, lambda o: o.chunks(o.u)))}
+    fields |= {"margin": ("fp64", repeated(group, lambda o: float(o.margin)))}
+    fields |= {"eps": ("fp64", repeated(group, lambda o: float(o.eps)))}
     constants = {**entry_constants(len(sizes)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK}
-    constants |= {**matrix_constants(each[0].u.dtype), "SUM_BLOCK": 64}
+    constants |= {**matrix_constants(group[0].u.dtype), "SUM_BLOCK": 64}
     table = Table(fields, writes=("x",))
     c.launch(muon_normalize, {"table": table}, constants, grid=lambda s: (programs,), writes="")
 
@@ -255,28 +255,28 @@ def muon_update(
 @lowering("muon_update", also={"param": PLANES})
 def lower_update(op: Any, c: Lowering) -> None:
     """Launch muon_update once for a group of ops with equal weight formats, a table entry for each matrix."""
-    each: list[Any] = members(op)
-    param = each[0].outputs["param"]
-    unit = matrix_unit(each[0], param)
-    sizes = repeated(each, lambda o: o.x.size // o.matrices)
+    group: list[Any] = members(op)
+    param = group[0].outputs["param"]
+    unit = matrix_unit(group[0], param)
+    sizes = repeated(group, lambda o: o.x.size // o.matrices)
     firsts, programs = first_programs(ceil_div(n, SPAN) for n in sizes)
-    scaled = each[0].scales is not None
-    rows, cols = each[0].one(each[0].x)
-    planes = [weight_operands("param", o.outputs["param"]) for o in each]
-    lo = of_matrices(each, (p["param_lo"] for p in planes)) if planes[0]["param_lo"] else ("i64", [0] * len(sizes))
+    scaled = group[0].scales is not None
+    rows, cols = group[0].one(group[0].x)
+    planes = [weight_operands("param", o.outputs["param"]) for o in group]
+    lo = of_matrices(group, (p["param_lo"] for p in planes)) if planes[0]["param_lo"] else ("i64", [0] * len(sizes))
     columns = {
         "first": ("i64", firsts), "units": ("i64", [n // unit for n in sizes]),
-        "param": of_matrices(each, (p["param"] for p in planes)), "lo": lo, "x": of_matrices(each, (o.x for o in each)),
-        "scales": of_matrices(each, (o.scales for o in each)) if scaled else ("i64", [0] * len(sizes)),
-        "scale": ("fp64", repeated(each, lambda o: float(o.scale))),
-        "lr_scale": ("fp64", repeated(each, lambda o: float(o.lr_scale))),
-        "decay": ("fp64", repeated(each, lambda o: float(o.weight_decay))),
-        "cols": ("i64", repeated(each, lambda o: int(o.x.shape[1]))),
+        "param": of_matrices(group, (p["param"] for p in planes)), "lo": lo, "x": of_matrices(group, (o.x for o in group)),
+        "scales": of_matrices(group, (o.scales for o in group)) if scaled else ("i64", [0] * len(sizes)),
+        "scale": ("fp64", repeated(group, lambda o: float(o.scale))),
+        "lr_scale": ("fp64", repeated(group, lambda o: float(o.lr_scale))),
+        "decay": ("fp64", repeated(group, lambda o: float(o.weight_decay))),
+        "cols": ("i64", repeated(group, lambda o: int(o.x.shape[1]))),
     }  # fmt: skip
     constants = {
         **entry_constants(len(sizes)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK, **weight_constants(param),
-        **matrix_constants(each[0].x.dtype), "CAUTIOUS": bool(each[0].cautious), "SQUARED": each[0].squared or None,
-        "RATE": SCALARS[each[0].rate].index, "SCALED": ("columns" if rows < cols else "rows") if scaled else "",
+        **matrix_constants(group[0].x.dtype), "CAUTIOUS": bool(group[0].cautious), "SQUARED": group[0].squared or None,
+        "RATE": SCALARS[group[0].rate].index, "SCALED": ("columns" if rows < cols else "rows") if scaled else "",
     }  # fmt: skip
     table = Table({name: columns[name] for name in UPDATE_FIELDS}, writes=("param", "lo"))
-    c.launch(muon_update, {"table": table, "clip": each[0].clip}, constants, grid=lambda s: (programs,), writes="")
+    c.launch(muon_update, {"table": table, "clip": group[0].clip}, constants, grid=lambda s: (programs,), writes="")

@@ -108,50 +108,50 @@ def tile_constants(c: Lowering, n: int, dtype: str) -> tuple[dict[str, Any], dic
 
 
 def _symmetric(
-    c: Lowering, each: list[Any], outs: list[Any], xs: list[Any], *, depth: int, columns: bool, factors: dict[str, Any]
+    c: Lowering, group: list[Any], outs: list[Any], xs: list[Any], *, depth: int, columns: bool, factors: dict[str, Any]
 ) -> None:
     """Launch symmetric_product for the ops `each`, from tensors `xs` into `outs` (one of each for an op). `factors`: the table's
     fields linear and square of a polynomial, or {}."""
     n, dtype = int(outs[0].shape[1]), xs[0].dtype
     constants, options = tile_constants(c, n, dtype)
-    side, entries = side_of(n, dtype), sum(o.matrices for o in each)
+    side, entries = side_of(n, dtype), sum(o.matrices for o in group)
     constants |= {"ENTRIES": entries, "N": n, "DEPTH": depth, "COLUMNS": columns, "B": side}
     constants |= {"POLYNOMIAL": bool(factors)}
-    table = Table({"out": of_matrices(each, outs), "x": of_matrices(each, xs), **factors}, writes=("out",))
+    table = Table({"out": of_matrices(group, outs), "x": of_matrices(group, xs), **factors}, writes=("out",))
     tiles = ceil_div(n, side) ** 2
     c.launch(symmetric_product, {"table": table}, constants, grid=lambda s: (tiles, entries), writes="", **options)
 
 
 @lowering("gram")
 def lower_gram(op: Any, c: Lowering) -> None:
-    each: list[Any] = members(op)
-    depth, tall = max(each[0].one(each[0].x)), each[0].is_tall(each[0].x)
-    _symmetric(c, each, [o.a for o in each], [o.x for o in each], depth=depth, columns=tall, factors={})
+    group: list[Any] = members(op)
+    depth, tall = max(group[0].one(group[0].x)), group[0].is_tall(group[0].x)
+    _symmetric(c, group, [o.a for o in group], [o.x for o in group], depth=depth, columns=tall, factors={})
 
 
 @lowering("gram_polynomial")
 def lower_polynomial(op: Any, c: Lowering) -> None:
     """b = linear a + square a a, with fp64 factors in the table, so that Newton-Schulz steps share the code."""
-    each: list[Any] = members(op)
-    factors = {"linear": ("fp64", repeated(each, lambda o: float(o.linear)))}
-    factors |= {"square": ("fp64", repeated(each, lambda o: float(o.square)))}
-    n = int(each[0].a.shape[1])
-    _symmetric(c, each, [o.b for o in each], [o.a for o in each], depth=n, columns=False, factors=factors)
+    group: list[Any] = members(op)
+    factors = {"linear": ("fp64", repeated(group, lambda o: float(o.linear)))}
+    factors |= {"square": ("fp64", repeated(group, lambda o: float(o.square)))}
+    n = int(group[0].a.shape[1])
+    _symmetric(c, group, [o.b for o in group], [o.a for o in group], depth=n, columns=False, factors=factors)
 
 
 @lowering("gram_apply")
 def lower_apply(op: Any, c: Lowering) -> None:
     """y = scale x + x b of tall, scale x + b x of wide matrices x."""
-    each: list[Any] = members(op)
-    x, entries = each[0].x, sum(o.matrices for o in each)
-    (rows, cols), tall = each[0].one(x), each[0].is_tall(x)
-    xs, bs = [o.x for o in each], [o.b for o in each]
+    group: list[Any] = members(op)
+    x, entries = group[0].x, sum(o.matrices for o in group)
+    (rows, cols), tall = group[0].one(x), group[0].is_tall(x)
+    xs, bs = [o.x for o in group], [o.b for o in group]
     side = side_of(min(rows, cols), x.dtype)
     constants, options = tile_constants(c, min(rows, cols), x.dtype)
     constants |= {"ENTRIES": entries, "M": rows, "N": cols, "K": min(rows, cols), "BM": side, "BN": side}
-    operands = {"y": [o.y for o in each], "a": xs if tall else bs, "b": bs if tall else xs, "x": xs}
-    fields: dict[str, Any] = {name: of_matrices(each, tensors) for name, tensors in operands.items()}
-    fields["scale"] = ("fp64", repeated(each, lambda o: float(o.scale)))
+    operands = {"y": [o.y for o in group], "a": xs if tall else bs, "b": bs if tall else xs, "x": xs}
+    fields: dict[str, Any] = {name: of_matrices(group, tensors) for name, tensors in operands.items()}
+    fields["scale"] = ("fp64", repeated(group, lambda o: float(o.scale)))
     tiles = ceil_div(rows, side) * ceil_div(cols, side)
     table = Table(fields, writes=("y",))
     c.launch(gram_apply, {"table": table}, constants, grid=lambda s: (tiles, entries), writes="", **options)
