@@ -55,7 +55,7 @@ class Bench:
         self.machine = machine_of(self.threads, self.isa)
 
     def timed(self, spec: Specialisation, args: list[int], *, repeats: int) -> list[float]:
-        """Seconds of each of `repeats` runs of one specialisation."""
+        """Run a kernel instance `repeats` times with `args` (addresses or integers). Returns the seconds of each run."""
         library = jit.Library([jit.cached_object(spec.key, self.isa, lambda: spec.ir(self.isa))], self.isa)
         packed = np.array([*args, 0], np.int64)
         block = ctypes.create_string_buffer(2 * RECORD_NBYTES)
@@ -70,32 +70,31 @@ class Bench:
         return samples
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of all threads with operands in registers: the most that a product of `dtype` can reach. Those of "fp8" are
-        multiplied as bf16."""
+        """FLOP/s of all threads with operands in registers: the roofline of a GEMM in `dtype`. FP8 is multiplied as bf16."""
         pair = dtype in ("bf16", "fp8") and bool(self.isa.dot)
         out = np.zeros(self.threads * 16, np.float32)
-        turns = 200_000
+        iterations = 200_000
         spec = Specialisation(machine.peak, ("fp32", "int"), (("pair", pair),))
-        best = min(self.timed(spec, [out.ctypes.data, turns], repeats=5)[1:])
-        return turns * machine.peak_operations(self.isa, pair=pair) * self.threads / best
+        best = min(self.timed(spec, [out.ctypes.data, iterations], repeats=5)[1:])
+        return iterations * machine.peak_operations(self.isa, pair=pair) * self.threads / best
 
     def bandwidth(self, mix: tuple[int, int, int], nbytes: int = 1 << 28) -> float:
-        """The bytes/s of a loop over some `nbytes` of memory. Of every eight vectors it reads, writes and updates in place as many
-        as `mix` says; an update counts twice. The better kind of store counts."""
+        """Bytes/s of a loop over some `nbytes` of memory. Of every eight vectors it reads, writes and updates in place as many as
+        `mix` says; an update counts twice. If it writes, the better of normal and non-temporal stores counts."""
         read, write, update = mix
         vector = 4 * self.isa.lanes
-        turns = nbytes // (sum(mix) * vector) & -4096
-        arrays = [np.ones(turns * n * self.isa.lanes + 16, np.float32) for n in mix]
+        iterations = nbytes // (sum(mix) * vector) & -4096
+        arrays = [np.ones(iterations * n * self.isa.lanes + 16, np.float32) for n in mix]
         addresses = [(a.ctypes.data + 63) & ~63 for a in arrays]
         out = np.zeros(self.threads * self.isa.lanes, np.float32)
         best = min(
-            min(self.timed(spec, [out.ctypes.data, *addresses, turns], repeats=5))
+            min(self.timed(spec, [out.ctypes.data, *addresses, iterations], repeats=5))
             for spec in (
-                Specialisation(machine.move, ("fp32", "fp32", "fp32", "fp32", "int"), (("mix", mix), ("nontemporal", past)))
-                for past in ((False, True) if write else (False,))
+                Specialisation(machine.move, ("fp32", "fp32", "fp32", "fp32", "int"), (("mix", mix), ("nontemporal", nontemporal)))
+                for nontemporal in ((False, True) if write else (False,))
             )
         )
-        return turns * (read + write + 2 * update) * vector / best
+        return iterations * (read + write + 2 * update) * vector / best
 
     def close(self) -> None:
         self.pool.close()

@@ -14,19 +14,19 @@ SHARE = 4  # objects for each helper at least: starting one costs as much as com
 def cached_objects(emitters: dict[str, Callable[[], str]], isa: ISA, *, processes: int) -> list[bytes]:
     """The object of each key. What the cache does not have is compiled from the key's IR, by this process and up to
     `processes` - 1 others, and kept."""
-    found = {key: jit.load(key, isa) for key in emitters}
-    missing = {key: emitters[key] for key, code in found.items() if code is None}
+    objects = {key: jit.load(key, isa) for key in emitters}
+    missing = {key: emitters[key] for key, code in objects.items() if code is None}
     if missing:
         service = Service("barellm.cpu.compilers", asdict(isa))
         compiled = compile_all(missing, service, processes=processes, share=SHARE)
         for key, code in compiled.items():
             jit.keep(key, isa, code)
-        found |= compiled
+        objects |= compiled
         jit.prune()
-    return [code for code in found.values() if code is not None]
+    return [code for code in objects.values() if code is not None]
 
 
 def compiler(argument: dict[str, Any]) -> Compile:
-    """IR to an object for the ISA with these fields."""
+    """The function from IR to an object, for the ISA with these fields."""
     isa = ISA(**argument)
     return lambda ir: jit.compile_object(ir, isa)

@@ -15,28 +15,29 @@ Prepare = Callable[[list[np.ndarray]], Callable[[], None]]
 
 
 def extern(k, target, *, scalar: str = "") -> None:
-    """The first thread calls the function at the address `target` with the address of this call's arguments; where a run-time
-    `scalar` is named, only in runs in which that is not 0."""
-    wanted = k.thread.equals(0)
+    """The first thread calls the function at the address `target` with the address of this call's arguments; if a run-time `scalar`
+    is named, only in runs in which that is not 0."""
+    is_caller = k.thread.equals(0)
     if scalar:
-        wanted = wanted & k.scalar(scalar).differs(0)
-    with k.when(wanted):
+        is_caller = is_caller & k.scalar(scalar).differs(0)
+    with k.when(is_caller):
         function = k.op("ptr", f"inttoptr i64 {target.ref} to ptr")
         k.line(f"call void {function.ref}(ptr %args)")
 
 
 def callback(prepare: Prepare, regions: Sequence[Region]) -> tuple[int, object]:
-    """The address of a function for `extern`, whose further arguments are the places of `regions`, and what must be kept as long as
-    it may be called. `prepare` gets the bytes of the regions before the first call, and gives what each call does."""
+    """(address of a function for `extern`, an object to keep as long as it may be called). The function's further arguments are the
+    addresses of `regions`. `prepare` gets the bytes of the regions at the first call, and returns what each call does."""
     sizes = [region.stop - region.start for region in regions]
     calls: list[Callable[[], None]] = []
 
     def run(args: int) -> None:
+        """Prepare at the first call, as addresses are known only then; an exception ends the process."""
         try:
             if not calls:
-                places = (ctypes.c_int64 * (1 + len(sizes))).from_address(args)[1:]
-                found = [(ctypes.c_uint8 * n).from_address(at) for at, n in zip(places, sizes, strict=True)]
-                calls.append(prepare([np.ctypeslib.as_array(one) for one in found]))
+                addresses = (ctypes.c_int64 * (1 + len(sizes))).from_address(args)[1:]
+                buffers = [(ctypes.c_uint8 * n).from_address(at) for at, n in zip(addresses, sizes, strict=True)]
+                calls.append(prepare([np.ctypeslib.as_array(one) for one in buffers]))
             calls[0]()
         except BaseException:  # nothing can pass through native code, and the step cannot go on without what was to come
             traceback.print_exc()

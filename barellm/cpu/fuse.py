@@ -7,7 +7,7 @@ from barellm.runtime.fusions import CLASSIFIER, CODED, NORMS_BACKWARD, RMSNORMS_
 
 
 def with_squares(name: str, inputs: dict[str, str], others: tuple[str, ...], optional: tuple[str, ...] = ()) -> Fusion:
-    """A product that stores a weight gradient, and the sums of squares of what it stores. `others` are its further outputs."""
+    """The fusion of an op that stores a weight gradient with the sums of its squares. `others`: its further outputs."""
     return Fusion(
         f"{name}_squares", [(name, {}), ("block_squares", {"x": "0.dweight"})], inputs,
         {"dweight": "0.dweight", "squares": "1.partials", **{other: f"0.{other}" for other in others}}, optional=optional,

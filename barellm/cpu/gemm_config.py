@@ -168,8 +168,7 @@ def default_tile(isa: ISA, dtype: str, cols: int, pitch: int = 0) -> Tile:
 
 def default(isa: ISA, kind: str, dtype: str, cols: int, depth: int, rows: int) -> GemmConfig:
     """The untuned config of a GEMM with a result (rows, cols). A weight gradient gets as many work items as are needed, an even
-    number for two threads; each packs its rows and its columns, so they are as high as PACKED_A_BYTES allow, then about as wide as
-    high."""
+    number for two threads; each packs its rows and its columns, so they are as high as PACKED_A_BYTES allow, and about as wide."""
     from barellm.cpu.kernels.gemm import amx  # kernels import this module
 
     assert kind.startswith(GEMM_KINDS), kind

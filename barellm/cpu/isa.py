@@ -1,4 +1,4 @@
-"""The instruction sets of this processor, and how to force a lesser one (`BARELLM_ISA`)."""
+"""The instruction sets of this processor, and the choice of a lesser one (`BARELLM_ISA`)."""
 
 import ctypes
 import os
@@ -13,11 +13,9 @@ from barellm.errors import UserError
 
 @dataclass(frozen=True)
 class ISA:
-    """A target of code generation. `lanes` fp32 lanes in `registers` vector registers.
-
-    `dot`: how pairs of bf16 are multiplied: "x86" (vdpbf16ps), "neon" (bfdot), or "" (converted to fp32 and multiplied so).
-    `bf16_round`: the machine rounds fp32 to bf16 in one instruction; otherwise it is integer arithmetic, because LLVM would call
-    a symbol that does not exist."""
+    """A target of code generation: `lanes` fp32 lanes in each of `registers` vector registers. `dot`: how pairs of bf16 are
+    multiplied: "x86" (vdpbf16ps), "neon" (bfdot), or "" (converted to fp32). `bf16_round`: the machine rounds fp32 to bf16 in one
+    instruction; otherwise it is integer arithmetic, because LLVM would call a symbol that does not exist."""
 
     name: str
     triple: str = ""  # "": the host's
@@ -76,16 +74,16 @@ def arm() -> bool:
 
 
 def host_features() -> dict[str, bool]:
-    """The features of this processor, by LLVM's names. On aarch64 LLVM 22 does not look for bf16 on Linux, and for nothing at all
-    on macOS."""
+    """The features of this processor, by LLVM's names. On aarch64 LLVM 22 does not look for bf16 on Linux, and for nothing on
+    macOS."""
     import llvmlite.binding as llvm
 
-    found = llvm.get_host_cpu_features()
-    return found | {"neon": True, "bf16": arm_bf16()} if arm() else found
+    features = llvm.get_host_cpu_features()
+    return features | {"neon": True, "bf16": arm_bf16()} if arm() else features
 
 
 def arm_bf16() -> bool:
-    """The system says that this aarch64 processor has BFDOT and BFCVT."""
+    """Whether the system says that this aarch64 processor has BFDOT and BFCVT."""
     if sys.platform == "darwin":
         return sysctl_number("hw.optional.arm.FEAT_BF16") == 1
     getauxval, hwcap2, bf16 = ctypes.CDLL(None).getauxval, 26, 1 << 14  # AT_HWCAP2, HWCAP2_BF16
@@ -102,8 +100,7 @@ def available() -> list[str]:
 
 @cache
 def tiles_permitted() -> bool:
-    """Ask Linux for the use of tile registers, once a process. Without permission the first tile instruction would end the
-    process."""
+    """Ask Linux for the use of tile registers, once a process. Without it the first tile instruction ends the process."""
     if not sys.platform.startswith("linux"):
         return False
     arch_prctl, request, tile_data = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -112,6 +109,8 @@ def tiles_permitted() -> bool:
 
 @cache
 def _host(name: str) -> ISA:
+    """The ISA called `name` ("": the best) on this machine. The best one is tuned for this very processor, with all its
+    features."""
     import llvmlite.binding as llvm
 
     names = available()
@@ -121,9 +120,9 @@ def _host(name: str) -> ISA:
     isa = (ARM if arm() else X86)[name or best]
     if isa.name != best:
         return isa  # as narrow as its name says
-    found = host_features()
-    features = ",".join(f"{'+' if has else '-'}{name}" for name, has in sorted(found.items()))
-    counts = "words" if isa.masked and found.get("avx512vpopcntdq") else isa.popcount
+    detected = host_features()
+    features = ",".join(f"{'+' if has else '-'}{name}" for name, has in sorted(detected.items()))
+    counts = "words" if isa.masked and detected.get("avx512vpopcntdq") else isa.popcount
     return replace(isa, cpu=llvm.get_host_cpu_name(), features=features, popcount=counts)  # tuned for the very processor
 
 

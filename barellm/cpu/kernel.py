@@ -43,8 +43,8 @@ class Call:
 
 @dataclass
 class Lowering:
-    """Lowers one op to calls. `threads` may size scratch, never the result. `skinny_gemm`: runs may have few rows, for which
-    GEMMs get a second kernel. `config`: what GEMMs take instead of a tuned or default one (`given_config`)."""
+    """Lowers one op to calls. `threads` may size scratch, never the result. `skinny_gemm`: runs may have few rows, for which GEMMs
+    get a second kernel. `config`: a GEMM config to use instead of a tuned or default one (`given_config`)."""
 
     op: Op
     isa: ISA
@@ -56,7 +56,7 @@ class Lowering:
     thread_scratch_bytes: int = 0
 
     def workspace(self, name: str, nbytes: int) -> Tensor:
-        """Workspace: bytes shared by all threads that live as long as the op."""
+        """A tensor of `nbytes` bytes, shared by all threads, that lives as long as the op."""
         t = Tensor(f"{self.op.name}.{name}", (nbytes // 2 + nbytes % 2,), "bf16", "scratch")
         self.scratch_tensors.append(t)
         return t
@@ -66,14 +66,13 @@ class Lowering:
         self.thread_scratch_bytes = max(self.thread_scratch_bytes, nbytes)
 
     def own(self, name: str) -> Any:
-        """What an operand is of the op by its name: a tensor, of a split weight the plane that is multiplied, or an attribute; or
-        None."""
+        """The operand of the op called `name`: a tensor (for a split weight the plane that GEMMs read), an attribute, or None."""
         value = {**self.op.attrs, **self.op.inputs, **self.op.outputs}.get(name)
         return weight_operand(value) if isinstance(value, Tensor) else value
 
     def call(self, emit: Emit, operands: dict[str, Any], constants: dict[str, Any] | None = None, *, writes: str = "") -> None:
-        """Append a call of `emit`. An operand is a Tensor, (Region, dtype), an int, or None; one that is not named is the op's own.
-        `writes` names the written ones; without it they are the op's outputs."""
+        """Append a call of `emit`. An operand is a Tensor, (Region, dtype), an int, or None; those that are not given are the op's
+        own. `writes` names the written ones, "": the op's outputs."""
         written = set(writes.split() or self.op.outputs)
         kinds: list[str | None] = []
         args: list[Region | int] = []
@@ -96,8 +95,8 @@ class Lowering:
         self.calls.append(Call(spec, args, reads, out, self.op))
 
     def extern(self, prepare: Prepare, reads: list[Region], writes: list[Region], *, scalar: str = "") -> None:
-        """Append a call out of the step (`cpu.extern`) that reads and writes these bytes; with `scalar` it is made only in runs
-        in which that is not 0."""
+        """Append a call out of the step (`cpu.extern`) that reads and writes these bytes; with `scalar` only in runs in which that
+        is not 0."""
         target, kept = callback(prepare, [*reads, *writes])
         spec = Specialisation(extern, ("int",), (("scalar", scalar),))
         self.calls.append(Call(spec, [target, *reads, *writes], reads, writes, self.op, kept))
@@ -130,8 +129,8 @@ def lowering(*op_names: str, **takes: Any) -> Callable[[Callable[[Op, Lowering],
 
 
 def kernel(op_name: str, *, constants: Callable[[Any], dict[str, Any]] = lambda op: {}, **takes: Any) -> Callable[[Emit], Emit]:
-    """Register a kernel that is the whole of `op_name`. Constants `mode_<output>` are filled in from the op: an output that has one
-    can be added to and started. `takes`: what else `Registry.add` wants to know."""
+    """Register a kernel that is all of `op_name`. Constants `mode_<output>` are filled in from the op: an output that has one can
+    be added to and started. `takes`: further arguments of `Registry.add`."""
 
     def register(emit: Emit) -> Emit:
         moded = [name.removeprefix("mode_") for name in constant_names(emit) if name.startswith("mode_")]

@@ -10,14 +10,14 @@ from barellm.runtime.poison import deaths
 
 
 def fill(k, out, count) -> None:
-    """`count` 4-byte words of ones."""
+    """Fill `count` 4-byte words with ones."""
     ones = k.const(-1, k.ivec)
     with k.parallel_range(count, 16384) as (begin, end):
-        whole = end - (end - begin) % k.lanes
-        with k.loop(begin, whole, k.lanes) as i:
+        full_end = end - (end - begin) % k.lanes
+        with k.loop(begin, full_end, k.lanes) as i:
             out.store_raw(ones, i)
-        with k.when(whole < end):
-            out.store_raw(ones, whole, k.mask_first(end - whole))
+        with k.when(full_end < end):
+            out.store_raw(ones, full_end, k.mask_first(end - full_end))
 
 
 def with_poison(ops: Sequence[Op], calls: Mapping[Op, list[Call]], plan: Plan, program: str) -> list[Call]:

@@ -1,4 +1,4 @@
-"""Which processor this is, and its caches."""
+"""The processor's model, and its caches."""
 
 import ctypes
 import platform
@@ -27,25 +27,25 @@ def sysctl_number(*names: str) -> int:
 
 @cache
 def caches() -> dict[int, int]:
-    """The sizes of the data caches in bytes, by level, as one core sees them."""
+    """The sizes of the data caches in bytes, by level, as one core sees them: from the system, else typical ones."""
     return known_caches() or dict(TYPICAL)
 
 
 def known_caches() -> dict[int, int]:
-    """The same, of what the system tells."""
-    found = {}
+    """The sizes that the system tells, by level: from macOS's sysctl or Linux's /sys; {} if none."""
+    sizes = {}
     for level, names in {1: "l1dcachesize", 2: "l2cachesize", 3: "l3cachesize"}.items():
         # Performance cores first: Apple's efficiency cores have less.
         if size := sysctl_number(f"hw.perflevel0.{names}", f"hw.{names}"):
-            found[level] = size
+            sizes[level] = size
     for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
         try:
             level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
             if kind != "Instruction":
-                found[int(level)] = int(size.removesuffix("K")) << 10
+                sizes[int(level)] = int(size.removesuffix("K")) << 10
         except (OSError, ValueError):
             continue
-    return found
+    return sizes
 
 
 @cache

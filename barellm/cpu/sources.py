@@ -65,15 +65,15 @@ def _plain(value: Any) -> bool:
 @cache
 def files(*modules: str) -> tuple[Path, ...]:
     """The sources of these modules, and of what they import from barellm, but for what runs before."""
-    found: dict[str, Path] = {}
-    left = list(modules)
-    while left:
-        name = left.pop()
+    paths: dict[str, Path] = {}
+    queue = list(modules)
+    while queue:
+        name = queue.pop()
         path = path_of(name)
-        if path and name not in found and name not in BEFORE:
-            found[name] = path
-            left += [module for module, _ in _imports(path)]
-    return tuple(found[name] for name in sorted(found))
+        if path and name not in paths and name not in BEFORE:
+            paths[name] = path
+            queue += [module for module, _ in _imports(path)]
+    return tuple(paths[name] for name in sorted(paths))
 
 
 def _values(paths: Iterable[Path]) -> list[tuple[str, str, str]]:

@@ -1,4 +1,4 @@
-"""One specialisation of a kernel, and the view that a kernel has of the machine while it is emitted."""
+"""A kernel instance (specialisation), and the builder through which a kernel's function emits it."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -20,8 +20,7 @@ Emit = Callable[..., None]
 
 @dataclass(frozen=True)
 class Specialisation:
-    """A kernel for certain operands and constants: its function, the kind of each positional parameter ("fp32", "int", None, ...),
-    and the constants."""
+    """A kernel instance: its function, the kind of each positional parameter ("fp32", "int", None, ...), and the constants."""
 
     emit: Emit
     operands: tuple[str | None, ...]
@@ -40,7 +39,7 @@ class Specialisation:
         return f"{self.name}_{hashlib.sha256(self.key.encode()).hexdigest()[:12]}"
 
     def ir(self, isa: ISA) -> str:
-        """LLVM IR of the specialisation."""
+        """LLVM IR of the instance: loads each operand from the argument array, then emits the kernel."""
         k = KernelBuilder(isa)
         pointers: list[Pointer | Value | None] = []
         slot = 0
@@ -48,12 +47,12 @@ class Specialisation:
             if kind is None:
                 pointers.append(None)
                 continue
-            where = k.op("ptr", f"getelementptr i8, ptr %args, i64 {8 * slot}")
+            slot_address = k.op("ptr", f"getelementptr i8, ptr %args, i64 {8 * slot}")
             slot += 1
             if kind == "int":
-                pointers.append(k.op("i64", f"load i64, ptr {where.ref}, align 8"))
+                pointers.append(k.op("i64", f"load i64, ptr {slot_address.ref}, align 8"))
             else:
-                pointers.append(Pointer(k, k.op("ptr", f"load ptr, ptr {where.ref}, align 8").ref, kind))
+                pointers.append(Pointer(k, k.op("ptr", f"load ptr, ptr {slot_address.ref}, align 8").ref, kind))
         self.emit(k, *pointers, **dict(self.constants))
         return k.function(self.symbol(), "ptr %rt, ptr noalias %args, ptr %counter")
 
@@ -95,8 +94,8 @@ class KernelBuilder(Builder):
     def parallel_range(self, total: Any, grain: Any = 1) -> Iterator[tuple[Value, Value]]:
         """A parallel loop with dynamic schedule over ranges [begin, end) of `total` items, `grain` at a time. Each group of threads
         (`sync.GROUPS` at most) takes items of its own contiguous part from an atomic counter, so it reads the rows that it wrote in
-        the op before; then it helps the next group (work stealing), so a disturbed core costs its own share only. One such loop a
-        kernel."""
+        the op before; then it helps the next group (work stealing), so a disturbed core costs only its own share. A kernel may have
+        one such loop."""
         total, grain = self.int(total), self.int(grain)
         units, groups = (total + (grain - 1)) // grain, self._rt(RT_GROUPS, "i64")
         group, helped = self.var(self._rt(RT_GROUP, "i64")), self.var(self.int(0))
@@ -115,8 +114,8 @@ class KernelBuilder(Builder):
             self.line(f"br label %{name}.head")
             self.label(f"{name}.done")
             helped.value = helped.value + 1
-            beyond = group.value + 1
-            group.value = self.select(beyond < groups, beyond, 0)
+            next_group = group.value + 1
+            group.value = self.select(next_group < groups, next_group, 0)
 
     @contextmanager
     def parallel_for(self, total: Any) -> Iterator[Value]:
@@ -125,12 +124,12 @@ class KernelBuilder(Builder):
             yield begin
 
     def columns(self, n: int) -> list[tuple[int, Value | None]]:
-        """(first column, mask or None) of the vectors of `n` columns; the last is masked where `lanes` does not divide n."""
-        whole: list[tuple[int, Value | None]] = [(c, None) for c in range(0, n - n % self.lanes, self.lanes)]
-        return whole + ([(n - n % self.lanes, self.mask_first(n % self.lanes))] if n % self.lanes else [])
+        """(first column, mask or None) of the vectors of `n` columns; the last is masked if `lanes` does not divide n."""
+        full: list[tuple[int, Value | None]] = [(c, None) for c in range(0, n - n % self.lanes, self.lanes)]
+        return full + ([(n - n % self.lanes, self.mask_first(n % self.lanes))] if n % self.lanes else [])
 
     def keep(self, mode: str) -> Value | None:
-        """The condition under which an output in `mode` is added to: None if it is stored always, else an i1."""
+        """The condition (i1) under which an output in `mode` is added to instead of stored; None if it always is stored."""
         if mode == "store":
             return None
         return self.const(1, "i1") if mode == "add" else self.scalar("accumulate").differs(0)

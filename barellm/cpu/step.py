@@ -1,6 +1,6 @@
-"""The way from programs to a running session: lower, plan, compile, link into tables, run.
+"""From programs to a running session: lower, plan, compile, link into tables, run.
 
-A program becomes a table of records {function, arguments, barrier after, counters}. All threads walk the table; a barrier stands
+A program becomes a table of records {function, arguments, barrier after, counters}. All threads execute the table; a barrier stands
 only where a call touches bytes that a call since the last barrier has written, or writes bytes that one has read."""
 
 import mmap
@@ -53,7 +53,7 @@ class Lowered(LoweredProgram[Lowering]):
 
 
 def barriers(calls: list[Call], address: Any) -> list[bool]:
-    """Whether all threads must meet after each of the calls. `address(region) -> (start, stop)` gives the place in the arena."""
+    """Whether all threads must synchronize after each of the calls. address(region) gives its (start, stop) in the arena."""
     after = [False] * len(calls)
     reads: list[tuple[int, int]] = []
     writes: list[tuple[int, int]] = []
@@ -75,8 +75,8 @@ def barriers(calls: list[Call], address: Any) -> list[bool]:
 
 @dataclass(frozen=True)
 class LoweredPrograms:
-    """Programs as calls, with an address for every byte; nothing is allocated. `private`: each thread's own scratch. `kept`: sums
-    of squares of gradients that the programs which store these leave for others."""
+    """Programs as calls, with an address for every byte; nothing is allocated. `kept`: sums of squares of gradients that the
+    programs which store these leave for others; `thread_scratch`: each thread's own scratch."""
 
     isa: ISA
     threads: int
@@ -95,20 +95,20 @@ class LoweredPrograms:
     @property
     def specs(self) -> dict[Specialisation, str]:
         """Every specialisation that must be compiled, with the op that needs it first."""
-        found: dict[Specialisation, str] = {}
+        first_ops: dict[Specialisation, str] = {}
         for calls in self.calls.values():
             for call in calls:
-                found.setdefault(call.spec, call.op.name)
-        return found
+                first_ops.setdefault(call.spec, call.op.name)
+        return first_ops
 
 
 def lower_and_plan(
     programs: Mapping[str, Program], *, threads: int | None = None, isa: ISA | None = None, written: bool = False,
     config: Any = None,
 ) -> LoweredPrograms:  # fmt: skip
-    """The memory that a session of `programs` allocates, to the byte, and the calls that it runs. With `written` gradients may be
-    written from outside: a program more, RECOMPUTE_SQUARES, sums the squares of those in memory, if programs keep such sums.
-    `config`: that of GEMMs, instead of the tuned or default ones."""
+    """Lower the programs to calls and plan their memory, to the byte. With `written`, gradients may be written from outside: if
+    programs keep sums of their squares, a further program, RECOMPUTE_SQUARES, sums the squares of those in memory. `config`: that
+    of GEMMs, None: tuned or default ones."""
     isa, threads = isa or host(), threads or thread_count()
     store, compute = (given := next(iter(programs.values()))).store, given.compute
     programs, kept = fuse_grad_norm(programs, takes=partial(_sums_squares, isa))
@@ -142,6 +142,8 @@ class CpuSession(arena.ArenaSession):
     def __init__(
         self, programs: dict[str, Program], *, threads: int | None = None, isa: ISA | None = None, config: Any = None
     ) -> None:
+        """Lower, plan, map, compile and link the programs, and start the threads. None: this machine's, tuned or default
+        configs."""
         lap = arena.laps()
         built = lower_and_plan(programs, threads=threads, isa=isa, written=True, config=config)
         check_fits(built.plan, what=arena.sizes_of(programs))
@@ -170,6 +172,7 @@ class CpuSession(arena.ArenaSession):
     # --- building ---
 
     def _map_arena(self) -> None:
+        """Map the arena, aligned to huge pages, which save TLB misses."""
         # Private: shared anonymous memory gets no huge pages, and its first touch took 0.4 million page faults instead of 1000.
         self._mmap = mmap.mmap(-1, self.plan.arena_bytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -190,6 +193,7 @@ class CpuSession(arena.ArenaSession):
         return start + region.start, start + region.stop
 
     def _link(self) -> None:
+        """Build each program's table: for each call its code's address, its arguments' addresses and whether a barrier follows."""
         self._tables: dict[str, tuple[int, int]] = {}
         self.records: dict[str, np.ndarray] = {}  # program -> its table, (calls, 8) int64
         self._keep: list[Any] = []

@@ -75,11 +75,12 @@ def _loaded(isa: ISA, futex: bool) -> Library:
 
 
 class Pool:
-    """`threads` threads. `run(table, entries)` walks a table of calls on all of them and returns when all are done.
+    """A pool of `threads` threads. run(table, entries) executes a table of calls on all of them and returns when all are done.
 
-    `now()` is the processor's steady counter, as the threads write it while a walk is traced; its unit is the processor's own."""
+    now() is the processor's steady counter, in its own unit, which threads write to the stamps of a traced run."""
 
     def __init__(self, threads: int, isa: ISA) -> None:
+        """Load the native code, initialise the shared block and each thread's own, and start the threads, pinned one to a core."""
         self.threads = threads
         self.code = _native(isa)
         self.pid = os.getpid()
@@ -118,16 +119,16 @@ class Pool:
         return self.shared + sync.SHARED_NBYTES + thread * specialisation.RT_NBYTES
 
     def bind(self, scalars: int, thread_scratch: int, thread_scratch_bytes: int, *, memory: object = None) -> None:
-        """Set the places of the run-time scalars and of each thread's own scratch. `memory` owns the code and the bytes of the
-        runs. The threads keep a reference to it, because a run that Ctrl-C left behind may outlive everything else."""
+        """Set the addresses of the run-time scalars and of each thread's scratch. `memory` owns the code and the bytes of the runs.
+        The threads keep a reference to it, because a run that Ctrl-C left behind may outlive everything else."""
         self._memory = memory
         for i in range(self.threads):
             self._set(self.rt(i) + specialisation.RT_SCALARS, scalars)
             self._set(self.rt(i) + specialisation.RT_PRIVATE, thread_scratch + i * thread_scratch_bytes)
 
     def run(self, table: int, entries: int, stamps: int = 0) -> None:
-        """Blocks, but lets signal handlers of the main thread run at once. `stamps`: where the walk leaves its trace, int64 of
-        (threads, entries, sync.STAMPS), if anywhere."""
+        """Run a table, and wait; signal handlers of the main thread still run at once. `stamps`: the address of the trace, int64
+        (threads, entries, sync.STAMPS), 0: none."""
         if os.getpid() != self.pid:
             raise RuntimeError("this process was forked from one with a running backend: open a new session in it")
         if self._closed:
@@ -138,8 +139,8 @@ class Pool:
         done.acquire()
 
     def run_here(self, table: int, entries: int) -> None:
-        """The same on the calling thread, of a pool that has one thread: handing a table over takes some 30 us, which is more than
-        a short one needs. Signals wait until it is done."""
+        """The same on the calling thread, for a pool of one thread: to hand a table over takes some 30 us, more than a short one
+        needs. Signals wait until it is done."""
         assert self.threads == 1, "the other threads of a pool expect its own leader"
         slots = (ctypes.c_int64 * 3).from_address(self.shared + sync.TABLE)
         slots[:] = (table, entries, 0)

@@ -91,11 +91,11 @@ def skinny_from_entry(entry: Any, isa: ISA, dtype: str, cols: int, depth: int) -
     """The config of a skinny GEMM's entry."""
     from barellm.cpu.kernels.gemm.skinny_gemm import skinny_configs  # kernels import this module
 
-    ways = skinny_configs(isa, dtype, cols, depth)
-    found = [way for way in ways if to_entry(way) == entry]
-    if not found:
-        raise ValueError(f"expected panels, unroll, prefetch of one of {len(ways)} configs, found {entry!r}")
-    return found[0]
+    configs = skinny_configs(isa, dtype, cols, depth)
+    matching = [config for config in configs if to_entry(config) == entry]
+    if not matching:
+        raise ValueError(f"expected panels, unroll, prefetch of one of {len(configs)} configs, found {entry!r}")
+    return matching[0]
 
 
 def select_skinny_config(c: Lowering, kind: str, dtype: str, cols: int, depth: int) -> SkinnyGemmConfig:
@@ -115,6 +115,7 @@ def select_config(c: Lowering, kind: str, dtype: str, cols: int, depth: int, row
 
 
 def _tuned(isa: ISA, threads: int, gemm: tuple[str, str, int, int, int]) -> Any:
+    """The tuned config of a GEMM (kind, dtype, cols, depth, rows) on this machine; None if none is wanted or known."""
     if isa.triple or not requested():  # another machine's code
         return None
     kind, dtype, cols, depth, _ = gemm
@@ -124,6 +125,6 @@ def _tuned(isa: ISA, threads: int, gemm: tuple[str, str, int, int, int]) -> Any:
             return skinny_from_entry(entry.get("choice"), isa, dtype, cols, depth)
         return from_entry(entry.get("choice"), isa, kind, dtype, depth)
 
-    found = database()
-    at = key(isa, threads, *gemm) if found.entries else ""
-    return found.decoded(at, found.entries.get(at), decode)
+    tuned = database()
+    at = key(isa, threads, *gemm) if tuned.entries else ""
+    return tuned.decoded(at, tuned.entries.get(at), decode)

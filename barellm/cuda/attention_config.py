@@ -9,8 +9,8 @@ from barellm.cuda.gemm_config import tuned_arch
 class AttentionConfig:
     """Configuration of an attention kernel: blocks of `queries` x `keys` scores. `max_registers`: of a thread, where the compiler
     would take more than let two programs share a multiprocessor; 0 where it decides. `warp_specialized`: a producer warp and
-    consumer warpgroups, in a kernel of its own (kernels/hopper_attention.py, hopper_attention_backward.py), with `num_stages` of
-    its pipelines."""
+    consumer warpgroups, in a kernel of its own (kernels/hopper_attention.py, hopper_attention_backward.py), with `num_stages`
+    stages."""
 
     queries: int
     keys: int
@@ -165,9 +165,9 @@ _TRIED: dict[str, _Blocks] = {
 def attention_configs(operation: str, head: int, dtype: str, arch: int) -> tuple[AttentionConfig, ...]:
     """Every configuration of an attention kernel on this architecture, the default first; those of sm_90 were looked at there
     only."""
-    usual = select_attention_config(operation, head, dtype, arch)
+    default = select_attention_config(operation, head, dtype, arch)
     tried = _TRIED.get(_operands(dtype, arch), {}).get((operation, head), ()) if arch <= 90 or tuned_arch(arch) < 90 else ()
-    return (usual, *(AttentionConfig(*t) for t in tried if AttentionConfig(*t) != usual))
+    return (default, *(AttentionConfig(*t) for t in tried if AttentionConfig(*t) != default))
 
 
 def bitwise_equal(operation: str, a: AttentionConfig, b: AttentionConfig) -> bool:

@@ -39,8 +39,8 @@ def default_dtype() -> str:
 
 def describe() -> dict[str, object]:
     """The facts about the machine that a checkpoint or a benchmark records."""
-    found = driver.device()
-    return {"device": "cuda", "isa": f"sm_{found.arch}", "processor": found.name, "multiprocessors": found.sms}
+    device = driver.device()
+    return {"device": "cuda", "isa": f"sm_{device.arch}", "processor": device.name, "multiprocessors": device.sms}
 
 
 @cache

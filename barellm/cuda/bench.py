@@ -1,5 +1,4 @@
-"""Measures the GPU: FLOP/s of matmuls from registers and shared memory, bytes/s of each mix of reads and writes. And compares its
-memory."""
+"""Measures the GPU: FLOP/s of matmuls on chip, bytes/s of each mix of reads and writes; and compares parts of its memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +22,7 @@ REPEATS, TRIALS = 10, 5
 
 
 def graph_seconds(context: driver.Context, enqueue: Callable[[], None], repeats: int) -> float:
-    """Seconds of one of `repeats` replays in a row of what `enqueue` puts on the stream, after one that does not count."""
+    """Seconds of one replay of what `enqueue` puts on the stream, the mean of `repeats` in a row, after one that does not count."""
     graph = driver.Graph(context.stream, enqueue)
     try:
         return replay_seconds(context, lambda: graph.launch(context.stream), repeats)
@@ -32,7 +31,7 @@ def graph_seconds(context: driver.Context, enqueue: Callable[[], None], repeats:
 
 
 def replay_seconds(context: driver.Context, start: Callable[[], None], repeats: int) -> float:
-    """Seconds of one `start()` of `repeats` in a row, after one that does not count, by events on the GPU."""
+    """Seconds of one `start()`, the mean of `repeats` in a row after one that does not count, by events on the GPU."""
     begin, end = driver.Event(timed=True), driver.Event(timed=True)
     start()
     begin.record(context.stream)
@@ -44,8 +43,7 @@ def replay_seconds(context: driver.Context, start: Callable[[], None], repeats: 
 
 
 def opless_kernel(
-    function: DeviceFunction, kinds: dict[str, str], constants: dict[str, Any],
-    *, warps: int = 4, aligned: tuple[str, ...] = (),
+    function: DeviceFunction, kinds: dict[str, str], constants: dict[str, Any], *, warps: int = 4, aligned: tuple[str, ...] = (),
 ) -> Specialisation:  # fmt: skip
     """A kernel that belongs to no op. `kinds`: the types of its parameters, in their order; `aligned`: pointers that are multiples
     of 16 bytes."""
@@ -94,8 +92,8 @@ class Bench:
         return 2.0 * rows * cols * depth * ITERATIONS * blocks / best
 
     def bandwidth(self, mix: tuple[int, int, int]) -> float:
-        """Bytes/s of a kernel that reads, writes and updates in place as many streams of floats as `mix` = (reads, writes, updates)
-        says; an update counts twice."""
+        """Bytes/s of a kernel that reads, writes and updates `mix` = (reads, writes, updates) streams of floats; an update counts
+        twice."""
         read, write, update = mix
         n = BANDWIDTH_BYTES // (4 * sum(mix)) // BLOCK * BLOCK
         memory = driver.DeviceMemory(4 * n * (sum(mix) + 1))

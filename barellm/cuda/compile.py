@@ -70,12 +70,12 @@ class Code:
     @property
     def offsets(self) -> list[int]:
         """The offset of each parameter in the block of parameters."""
-        found, at = [], 0
+        offsets, end = [], 0
         for nbytes, align in self.params:
-            at = -(-at // align) * align
-            found.append(at)
-            at += nbytes
-        return found
+            end = -(-end // align) * align
+            offsets.append(end)
+            end += nbytes
+        return offsets
 
     @property
     def param_bytes(self) -> int:
@@ -124,8 +124,8 @@ def cache_folder() -> Path:
 
 def compiled(specs: Iterable[Specialisation], arch: int, *, processes: int) -> dict[Specialisation, Code]:
     """The code of each specialisation for compute capability `arch`, from the cache, else compiled by up to `processes` processes
-    and kept there. UserError where it must be compiled and Triton is missing."""
-    found: dict[Specialisation, Code] = {}
+    and kept there. UserError if it must be compiled and Triton is missing."""
+    codes: dict[Specialisation, Code] = {}
     missing: dict[str, Specialisation] = {}
     paths = {spec: _path(spec, arch) for spec in specs}
     for spec, path in paths.items():
@@ -133,7 +133,7 @@ def compiled(specs: Iterable[Specialisation], arch: int, *, processes: int) -> d
         if data is None:
             missing[spec.key] = spec
         else:
-            found[spec] = Code.unpacked(data)
+            codes[spec] = Code.unpacked(data)
     if missing:
         check_compiler()
         if len(missing) > FEW:
@@ -143,20 +143,20 @@ def compiled(specs: Iterable[Specialisation], arch: int, *, processes: int) -> d
         results = compile_all({k: lambda job=job: job for k, job in jobs.items()}, service, processes=processes, share=SHARE)
         for key, spec in missing.items():
             artefacts.keep(paths[spec], results[key])
-            found[spec] = Code.unpacked(results[key])
+            codes[spec] = Code.unpacked(results[key])
         artefacts.prune(cache_folder(), CACHE_NBYTES)
-    return found
+    return codes
 
 
 def check_compiler() -> None:
     """Raise a UserError if Triton is missing or has another version than the kernels are written for: its version decides their
     machine code, and whether Gluon's names exist."""
     try:
-        found = version("triton")
+        installed = version("triton")
     except PackageNotFoundError:
         raise UserError(f"kernels must be compiled, which needs triton {TRITON}: {INSTALL}") from None
-    if found != TRITON:
-        raise UserError(f"triton {found} is installed, kernels are written for {TRITON}: pip install triton=={TRITON}")
+    if installed != TRITON:
+        raise UserError(f"triton {installed} is installed, kernels are written for {TRITON}: pip install triton=={TRITON}")
 
 
 def _path(spec: Specialisation, arch: int) -> Path:
@@ -180,15 +180,15 @@ def digest_of(spec: Specialisation, arch: int) -> str:
 def _digest(module: str) -> bytes:
     """A digest of a module's source, and of the constants that its device functions may take, wherever they come from."""
     h = hashlib.sha256()
-    found = sys.modules[module]
-    assert found.__file__, module
-    artefacts.add_sources(h, [Path(found.__file__)])
-    h.update(repr(sorted((k, v.value) for k, v in vars(found).items() if isinstance(v, constant))).encode())
+    loaded = sys.modules[module]
+    assert loaded.__file__, module
+    artefacts.add_sources(h, [Path(loaded.__file__)])
+    h.update(repr(sorted((k, v.value) for k, v in vars(loaded).items() if isinstance(v, constant))).encode())
     return h.digest()
 
 
 def _job(spec: Specialisation, arch: int) -> str:
-    """A specialisation as text, for another process."""
+    """A specialisation as JSON text, for another process."""
     function = spec.function
     return json.dumps([function.module, function.name, spec.signature, spec.constants, spec.options, spec.aligned, arch])
 
@@ -243,8 +243,8 @@ def _patch_ptx(backend: Any, stages: dict[str, Any], *_: Any) -> None:
 
 
 def with_proxy_fences(ptx: str) -> str:
-    """The PTX with the fences that Triton leaves out before 3.7 (triton-lang/triton#9610): cp.async writes shared memory
-    as threads do, wgmma reads it through the async proxy, and between the two stands nothing that orders them."""
+    """The PTX with the fences that Triton leaves out before 3.7 (triton-lang/triton#9610): cp.async writes shared memory as threads
+    do, wgmma reads it through the async proxy, and nothing else orders the two."""
     if "wgmma.mma_async" not in ptx:
         return ptx
     return re.sub(r"(cp\.async\.wait_group[ \t]+\d+;)", r"\1\n\tfence.proxy.async.shared::cta;", ptx)
@@ -266,8 +266,8 @@ def with_wgmma_waits(ptx: str) -> str:
 
 
 def _type(name: str, spec: Specialisation) -> str:
-    """Triton's name of a parameter's type, as `Specialisation.signature` names it. A tensor map is a tensor descriptor, in Gluon
-    with the shared-memory layout of its boxes; a table is a pointer to i64."""
+    """Triton's name for a parameter's type, from its name in `Specialisation.signature`. A tensor map is a tensor descriptor, in
+    Gluon with the shared-memory layout of its boxes; a table is a pointer to i64."""
     if name.startswith("table<"):
         return "*i64"
     if not name.startswith("tensormap<"):
@@ -291,8 +291,7 @@ def argument_of(type_: str) -> str:
 
 def code_of(spec: Specialisation, kernel: Any, arch: int) -> Code:
     """The cubin of Triton's result `kernel`, with what a launch must know: from Triton's metadata and, for the layout of the
-    parameters, from the PTX. It fails where the code asks for scratch, clusters or kinds of launches that BoundLaunch does not
-    make."""
+    parameters, from the PTX. It fails if the code asks for a kind of launch that BoundLaunch does not make."""
     meta, ptx = kernel.metadata, kernel.asm["ptx"]
     assert not meta.global_scratch_size and not meta.profile_scratch_size, f"{spec.name} asks for scratch in memory"
     assert not meta.launch_pdl and not meta.launch_cooperative_grid, f"{spec.name} asks for a launch that nobody makes"
@@ -311,9 +310,9 @@ def _params(ptx: str) -> tuple[tuple[int, int], ...]:
     """(bytes, alignment) of each parameter of the entry function, from its declaration: ".param .align 64 .b8 name[128]" or ".param
     .u64 name"; a scalar is as aligned as it is long."""
     entry = ptx[ptx.index(".entry") :]
-    found = []
+    params = []
     pattern = r"\.param (?:\.align (\d+) )?\.(\w)(\d+)[^,\[\)]*(?:\[(\d+)\])?"
     for align, _, bits, count in re.findall(pattern, entry[: entry.index("{")]):
         nbytes = int(bits) // 8 * int(count or 1)
-        found.append((nbytes, int(align or int(bits) // 8)))
-    return tuple(found)
+        params.append((nbytes, int(align or int(bits) // 8)))
+    return tuple(params)

@@ -91,10 +91,10 @@ def find() -> str:
 @cache
 def functions() -> Any:
     """The functions of the library."""
-    found = ctypes.CDLL(find())
+    library = ctypes.CDLL(find())
     for name, types in SIGNATURES.items():
-        getattr(found, name).argtypes = types
-    return found
+        getattr(library, name).argtypes = types
+    return library
 
 
 class Cublas:
@@ -136,17 +136,17 @@ class Cublas:
         for at, value in preferences + [(at, c_uint32(ALIGN)) for at in ALIGNMENTS]:
             size = ctypes.sizeof(value)
             self.call("cublasLtMatmulPreferenceSetAttribute", self.preference.value, at, byref(value), size)
-        found, count = Heuristic(), c_int()
+        heuristic, count = Heuristic(), c_int()
         handles = [made.value for made in (self.handle, operation, *layouts, self.preference)]
         try:
-            self.call("cublasLtMatmulAlgoGetHeuristic", *handles, 1, byref(found), byref(count))
+            self.call("cublasLtMatmulAlgoGetHeuristic", *handles, 1, byref(heuristic), byref(count))
         except CublasError as error:
             if error.status != NOT_SUPPORTED:
                 raise
-        if not count.value or found.state:
+        if not count.value or heuristic.state:
             raise UserError(f"cuBLASLt has no way to do {what} on this GPU: leave out --gemm-backend cublaslt")
-        self._algorithms[key] = found.algorithm
-        return found.algorithm
+        self._algorithms[key] = heuristic.algorithm
+        return heuristic.algorithm
 
 
 class Made:

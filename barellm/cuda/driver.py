@@ -42,8 +42,8 @@ def libcuda() -> Any:
 
 
 def call(name: str, *args: Any) -> Any:
-    """Call a driver function; gives the values that it returns beside its status: one value, a tuple of several, or None. A bad
-    status is a DriverError."""
+    """Call a driver function. Returns what it gives besides its status: one value, a tuple of several, or None. DriverError if it
+    fails."""
     cu = bindings()
     status, *values = getattr(cu, name)(*args)
     if int(status):
@@ -116,7 +116,7 @@ def wait(query: str, handle: Any, most_s: float = inf) -> bool:
 
 
 class NoGpu(UserError):
-    """There is a driver, and no GPU that it may use."""
+    """There is a driver, but no GPU that it may use."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,8 @@ class Device:
 
 
 def device(number: int = 0) -> Device:
-    """The GPU number `number`, the rank on this machine, of those in CUDA_VISIBLE_DEVICES; the only one, where there is one (a
-    launcher may have given each rank its own). UserError where there is none that barellm can use: the checks are from the driver
-    to the card."""
+    """The GPU of rank `number` on this machine, among those in CUDA_VISIBLE_DEVICES; if there is only one, that one (a launcher may
+    have given each rank its own). UserError, from driver to card, if there is none that barellm can use."""
     cu = bindings()
     try:
         status = int(cu.cuInit(0)[0])
@@ -176,8 +175,8 @@ def device(number: int = 0) -> Device:
 
 
 class Context:
-    """The device's primary context, current in each thread that asks for the stream, and a non-blocking stream. The context stays
-    until the process ends: events and memory that outlive a session would be given back to a context that is gone, and the next
+    """The device's primary context, made current in each thread that asks for the stream, and a non-blocking stream. The context
+    stays until the process ends: events and memory that outlive a session would be freed in a context that is gone, and the next
     session would wait for a new one."""
 
     def __init__(self, on: Device) -> None:
@@ -190,14 +189,14 @@ class Context:
         self.close = finalizer(self, "cuStreamDestroy", self._stream)
 
     def enter(self) -> None:
-        """Make it current in this thread, if it is not yet."""
+        """Make the context current in this thread, if it is not yet."""
         if not hasattr(self._here, "entered"):
             call("cuCtxSetCurrent", self.handle)
             self._here.entered = True
 
     @property
     def stream(self) -> Any:
-        """For this thread, in which the context is current from now on."""
+        """The stream; the context becomes current in this thread."""
         self.enter()
         return self._stream
 
@@ -208,7 +207,7 @@ class Context:
         wait("cuStreamQuery", self.stream)
 
     def ends(self, most_s: float) -> bool:
-        """Whether the work on the stream ends within so many seconds, without an error."""
+        """Whether the work on the stream ends within `most_s` seconds, without an error."""
         try:
             return wait("cuStreamQuery", self.stream, most_s)
         except DriverError:
@@ -224,7 +223,7 @@ class DeviceMemory:
         self.free = finalizer(self, "cuMemFree", self.address)
 
     def read(self, start: int, stop: int, stream: Any) -> np.ndarray:
-        """A copy of bytes [start, stop), when everything before on the stream is done."""
+        """A copy of bytes [start, stop), made after all earlier work on the stream."""
         out = np.empty(stop - start, np.uint8)
         if out.size:
             call("cuMemcpyDtoHAsync", out.ctypes.data, self.address + start, out.size, stream)
@@ -232,14 +231,14 @@ class DeviceMemory:
         return out
 
     def write(self, start: int, data: np.ndarray, stream: Any) -> None:
-        """Set bytes from `start`; returns when they are there."""
+        """Copy `data` to the bytes from `start` on; returns when that is done."""
         if data.nbytes:
             assert data.flags.c_contiguous and start + data.nbytes <= self.nbytes
             call("cuMemcpyHtoDAsync", self.address + start, data.ctypes.data, data.nbytes, stream)
             wait("cuStreamQuery", stream)
 
     def copy(self, start: int, address: int, nbytes: int, stream: Any) -> None:
-        """Set bytes from `start` to those of the GPU's memory at `address`, which do not overlap them."""
+        """Copy `nbytes` from the GPU's memory at `address` to the bytes from `start` on; they must not overlap."""
         assert start + nbytes <= self.nbytes
         call("cuMemcpyDtoDAsync", self.address + start, address, nbytes, stream)
 
@@ -263,7 +262,7 @@ class PinnedMemory:
 
 
 class Event:
-    """A point in a stream. `timed`: with the time at which it was reached."""
+    """A point in a stream. `timed`: it records when it was reached."""
 
     def __init__(self, *, timed: bool = False) -> None:
         flags = bindings().CUevent_flags
@@ -280,8 +279,7 @@ class Event:
         call("cuEventRecordWithFlags", self.handle, stream, int(external))
 
     def hold(self, stream: Any) -> None:
-        """Let all later work on the stream wait for the event. If that belongs to a graph's capture, the stream joins the
-        capture."""
+        """Make all later work on the stream wait for the event. An event of a graph's capture makes the stream join it."""
         call("cuStreamWaitEvent", stream, self.handle, 0)
 
     def wait(self) -> None:
@@ -289,7 +287,7 @@ class Event:
         wait("cuEventQuery", self.handle)
 
     def since(self, earlier: Event) -> float:
-        """Milliseconds."""
+        """Milliseconds from the event `earlier` to this one."""
         ms, begin, end = ctypes.c_float(), ctypes.c_void_p(int(earlier.handle)), ctypes.c_void_p(int(self.handle))
         if status := libcuda().cuEventElapsedTime(ctypes.byref(ms), begin, end):  # the bindings' is newer than OLDEST_DRIVER
             raise DriverError("cuEventElapsedTime", _name(bindings(), status))
@@ -331,8 +329,8 @@ def profiled() -> Iterator[None]:
 
 
 def finalizer(owner: object, name: str, handle: Any) -> weakref.finalize:
-    """A finalizer that gives `handle` back by the driver function `name`, when it is called or when the owner is collected; errors
-    are ignored, since the driver may have gone already. Not at the end of the process, which frees everything, also where the GPU
+    """A finalizer that frees `handle` by the driver function `name`, when it is called or when the owner is collected; errors are
+    ignored, since the driver may be gone. It does not run at the end of the process: that frees everything, even if the GPU
     hangs."""
     function = getattr(bindings(), name)
 

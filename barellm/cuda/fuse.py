@@ -1,4 +1,5 @@
-"""The GPU's fusion table: which sequences of primitive ops one kernel does, first row wins; and which equal ops one launch does."""
+"""The GPU's fusion table: which sequences of primitive ops one kernel does, first match wins; and which ops share a launch, those
+of equal keys."""
 
 from dataclasses import replace
 from typing import Any

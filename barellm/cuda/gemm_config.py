@@ -58,8 +58,8 @@ def tuned_arch(arch: int) -> int:
 
 def gemm_configs(dtype: str, arch: int) -> tuple[GemmConfig, ...]:
     """Every configuration of a GEMM with operands of `dtype`; fp16 has those of bf16."""
-    found = {"fp32": _FP32, "tf32": _TF32}.get(dtype) or _BF16[tuned_arch(arch)]
-    return tuple(GemmConfig(*fields) for fields in found)
+    fields_of_configs = {"fp32": _FP32, "tf32": _TF32}.get(dtype) or _BF16[tuned_arch(arch)]
+    return tuple(GemmConfig(*fields) for fields in fields_of_configs)
 
 
 def select_config(gemm_kind: str, M: int, N: int, K: int, dtype: str, arch: int, sms: int = WAVE) -> GemmConfig:

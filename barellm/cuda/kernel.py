@@ -222,8 +222,8 @@ class GemmSpec:
 
 @dataclass
 class LibraryGemm:
-    """One GEMM that a library does, in the place of launches. `bias` has the result's dtype, `pre` is GELU's input, written or
-    read, `residual` is added."""
+    """One GEMM that a library does, instead of launches. `bias` has the result's dtype, `pre` is GELU's input, written or read,
+    `residual` is added."""
 
     spec: GemmSpec
     out: Region
@@ -244,7 +244,7 @@ class LibraryGemm:
 
 @dataclass(frozen=True)
 class CollectiveSpec:
-    """What kind of transfer it is: the name of its op."""
+    """The kind of a collective: the name of its op."""
 
     op: str
     name: str = "nccl"
@@ -255,9 +255,9 @@ class CollectiveSpec:
 
 @dataclass
 class CollectiveCall:
-    """Bytes that go to other ranks and come from them: those of an `ops.collectives.Transfer`. `regions`: of each of its operands
-    those that travel. `overlapped`: it starts in the last micro-batch of a step and overlaps
-    the backward pass; all has arrived when the program has ended."""
+    """A collective's sends and receives: those of an `ops.collectives.Transfer`. `regions`: the bytes of each operand that travel.
+    `overlapped`: it starts in the last micro-batch of a step and overlaps the backward pass; it is complete when the program
+    ends."""
 
     spec: CollectiveSpec
     op: Any
@@ -271,7 +271,7 @@ Call = Launch | LibraryGemm | CollectiveCall
 @dataclass
 class Lowering:
     """Turns one op into calls: launches, library GEMMs and collectives, in order. `decodes`: whether its program has a KV cache,
-    and so runs with a few rows as often as with many. `scratch_tensors`: what the op needs while it runs."""
+    and so runs with a few rows as often as with many. `scratch_tensors`: memory that the op needs while it runs."""
 
     op: Op
     target: Target
@@ -294,9 +294,9 @@ class Lowering:
         return Count(tuple(d.name for d in t.dims), t.width)
 
     def own(self, name: str) -> Any:
-        """What a parameter of a kernel is of the op: a tensor, of a split weight the plane that is multiplied, or an attribute, by
-        its name; `seq`; as constants MODE, how the first output is written, NAME_MODE, and NAME_STRIDE, the elements from a row of
-        NAME to the next. What the op does not have is None."""
+        """What the parameter `name` of a kernel is for this op: a tensor (for a split weight the plane that GEMMs read), an
+        attribute, `seq`; or, as constants, MODE, how the first output is written, NAME_MODE that of output NAME, and NAME_STRIDE,
+        the elements from a row of NAME to the next. None for what the op does not have."""
         op, (tensor, _, kind) = self.op, name.rpartition("_")
         if kind == "MODE":
             output = tensor.lower() or next(iter(op.outputs))

@@ -81,39 +81,39 @@ def namespace(module: str, interpreted: bool) -> dict[str, Any]:
     from triton import knobs
     from triton.experimental import gluon as gluon_jit
 
-    made: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
     functions: list[DeviceFunction] = []
     for name, value in vars(sys.modules[module]).items():
         if isinstance(value, LazyModule):
-            made[name] = import_module(value.module)
+            objects[name] = import_module(value.module)
         elif isinstance(value, constant):
-            made[name] = triton.language.constexpr(value.value)
+            objects[name] = triton.language.constexpr(value.value)
         elif isinstance(value, DeviceFunction) and value.module != module:
-            made[name] = namespace(value.module, interpreted)[value.name]
+            objects[name] = namespace(value.module, interpreted)[value.name]
         elif isinstance(value, DeviceFunction):
             functions.append(value)
         else:
-            made[name] = value
+            objects[name] = value
     for f in functions:
-        copy = types.FunctionType(f.function.__code__, made, f.name, f.function.__defaults__)
+        copy = types.FunctionType(f.function.__code__, objects, f.name, f.function.__defaults__)
         copy.__annotations__, copy.__module__, copy.__qualname__ = f.function.__annotations__, module, f.name
         with knobs.runtime.scope():
             knobs.runtime.interpret = interpreted
-            made[f.name] = gluon_jit.jit(copy) if f.dialect == "gluon" else triton.jit(copy)
-    return made
+            objects[f.name] = gluon_jit.jit(copy) if f.dialect == "gluon" else triton.jit(copy)
+    return objects
 
 
 def modules_of(function: DeviceFunction) -> tuple[str, ...]:
-    """The modules whose source decides the code of `function`: its own and those it takes device functions or constants from,
-    sorted by name."""
-    found: set[str] = set()
+    """The modules whose source decides the code of `function`, sorted: its own and those whose device functions or constants it
+    uses."""
+    modules: set[str] = set()
 
     def visit(module: str) -> None:
-        if module not in found:
-            found.add(module)
+        if module not in modules:
+            modules.add(module)
             for value in list(vars(sys.modules[module]).values()):
                 if isinstance(value, DeviceFunction):
                     visit(value.module)
 
     visit(function.module)
-    return tuple(sorted(found))
+    return tuple(sorted(modules))

@@ -48,14 +48,13 @@ class Kernel:
 
 
 class BoundLaunch:
-    """A launch for the sizes of a run. Its parameters are packed once; `run` costs one driver call, and none where a graph replays
-    it."""
+    """A launch for the sizes of a run. Its parameters are packed once; `run` costs one driver call, in a graph none."""
 
     def __init__(
         self, launch: Launch, kernel: Kernel, sizes: Sizes, address: Callable[[Region | Table | Counter], int], scalars: int
     ) -> None:  # fmt: skip
-        """`address`: the device address of bytes in the arena, of tables and of the counter; `scalars`: of the run-time scalars.
-        UserError where the grid is larger than a GPU runs."""
+        """`address`: the device address of bytes in the arena, of tables and of the counter; `scalars`: that of the run-time
+        scalars. UserError if the grid is larger than a GPU can run."""
         code = kernel.code
         self.op, self.function = launch.op, kernel.function
         grid = (*launch.grid(sizes), 1, 1)[:3]
@@ -94,7 +93,7 @@ class BoundLaunch:
         self.config = _launch_config(code, grid)
 
     def _allocate(self, code: Code) -> list[int]:
-        """Host addresses for the parameters, aligned as the code wants them, in memory that is kept with this object."""
+        """Host addresses for the parameters, aligned as the code expects, in memory that is kept with this object."""
         self._buffer = ctypes.create_string_buffer(sum(nbytes + MAP_ALIGN for nbytes, _ in code.params))
         slots, end = [], ctypes.addressof(self._buffer)
         for nbytes, align in code.params:

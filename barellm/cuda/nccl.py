@@ -75,7 +75,7 @@ class Communicator:
         self._thread.start()
 
     def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece], stream: Any) -> None:
-        """Send and receive all of these, in these orders for each rank, after what is on `stream` now. `join` waits for it."""
+        """Start these sends and receives, in these orders for each rank, after the work on `stream`. `join` waits for them."""
         self._fork.record(stream)
         self._fork.hold(self.stream)
         call("group_start")
@@ -85,12 +85,12 @@ class Communicator:
         call("group_end")
 
     def join(self, stream: Any) -> None:
-        """What is put on `stream` from now on waits for all that travels."""
+        """Make later work on `stream` wait for all sends and receives."""
         self._join.record(self.stream)
         self._join.hold(stream)
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the others, who do the same, when nothing travels any more; `failed`: they may not, and nobody is waited for."""
+        """Leave together with the other ranks, when all messages have arrived; `failed`: without waiting for them."""
         self._over.set()
         self._thread.join()
         call("comm_abort" if failed else "comm_destroy", self.handle)
@@ -127,8 +127,7 @@ def check_own(ranks: Ranks, device: driver.Device) -> None:
 
 
 class BoundCollective:
-    """A collective of a program, by addresses. An overlapped one starts only where `last` says that the run is of a step's last
-    micro-batch."""
+    """A collective of a program, by addresses. An overlapped one starts only in a run of a step's last micro-batch (`last`)."""
 
     def __init__(self, call: CollectiveCall, communicator: Communicator, address: Callable[[Region], int], *, last: bool) -> None:
         """`address`: the device address of a region. The op decides which bytes of its operands go to and come from which rank, on

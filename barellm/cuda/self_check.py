@@ -39,15 +39,15 @@ REPORT = "`barellm doctor --gpu` shows all, please send us what it prints"
 
 @cache
 def proven(matmul: str, config: Any, build: Callable[[Any], dict[str, Program]] | None) -> dict[str, Any]:
-    """The options of a session with the GEMM backend `matmul`: where Hopper's GEMM or attention fails, Triton's. `config`: of a
-    small model with the same ops, whose programs `build` gives; without, of the run. UserError where a kernel fails that none can
-    replace."""
+    """The options of a session with the GEMM backend `matmul`, after the self-check: if Hopper's GEMM or attention fails, Triton's
+    is used. `config`: that of a small model with the same ops, whose programs `build` gives; without `build`, that of the run.
+    UserError if a kernel fails that none can replace."""
     on = driver.device()
     options: dict[str, Any] = {"matmul": matmul}
     if os.environ.get(SWITCH) == "0":
         return options
-    found = verdicts(on, config, build(config) if build else {}, Target.of(on, matmul, config.train.tf32))
-    for name, entry in sorted(found.items()):
+    results = verdicts(on, config, build(config) if build else {}, Target.of(on, matmul, config.train.tf32))
+    for name, entry in sorted(results.items()):
         if entry["wrong"] and name.startswith("Hopper"):
             kind = name.split()[1]
             _tell(f"warning: {name} fails on {on.name}: {entry['wrong']}: Triton's {kind} takes its place; {REPORT}")
@@ -60,8 +60,8 @@ def proven(matmul: str, config: Any, build: Callable[[Any], dict[str, Program]] 
 def verdicts(
     on: driver.Device, config: Any, programs: dict[str, Program], target: Target, kept: dict[str, Entry] | None = None
 ) -> dict[str, Entry]:
-    """For each case {"kernels": {kernel: largest error over its bound}, "wrong": why it fails, or ""}. What is not `kept`, by
-    default on disk, is found now."""
+    """For each case {"kernels": {kernel: largest error over its bound}, "wrong": why it fails, or ""}. Cases that are not in `kept`
+    (None: those on disk) are run now, in a child process."""
     works, specs = _cases(config, programs, target)
     database, at = _database(), f"{on.name}, sm_{on.arch}, driver {on.driver}: "
     if kept is None:
@@ -74,24 +74,24 @@ def verdicts(
         if isinstance(work, tuple):
             specs |= specs_of(work[0], [Candidate(work[1])], target)
     step.compiled(specs, on.arch, processes=step.processes())  # not while the child's time runs
-    found: dict[str, Entry] = {}
+    new_verdicts: dict[str, Entry] = {}
     worker = Worker(CHILD, limit=LIMIT_S, environment={SWITCH: "0"})
     try:
         for name, work in missing.items():
             try:
                 worker.open(work)
-                found[name] = {"kernels": worker.ask("kernels")["ratios"], "wrong": ""}
+                new_verdicts[name] = {"kernels": worker.ask("kernels")["ratios"], "wrong": ""}
             except Lost as lost:
                 worker.close()  # the next case gets a child that nothing has happened to
                 why = str(lost).removeprefix("the default: ")
                 if not why.startswith(FAULTS) and driver.LOST_WORDS not in why:  # no kernel's fault: not to be remembered
                     raise UserError(f"the self-check of {on.name} cannot run: {why}") from None
-                found[name] = {"kernels": {}, "wrong": why}
+                new_verdicts[name] = {"kernels": {}, "wrong": why}
     finally:
         worker.close()
     with suppress(OSError):
-        database.change({at + name: entry for name, entry in found.items()})
-    return kept | found
+        database.change({at + name: entry for name, entry in new_verdicts.items()})
+    return kept | new_verdicts
 
 
 def _cases(config: Any, programs: dict[str, Program], target: Target) -> tuple[dict[str, Any], dict[Specialisation, str]]:
@@ -108,23 +108,23 @@ def _cases(config: Any, programs: dict[str, Program], target: Target) -> tuple[d
         for epilogue in (e for e in epilogues if hopper and e in known):
             size = rows, cols, FEW_TOKENS if kind == "tn" and epilogue else size[2]
             problems[f"Hopper GEMM {kind} {dtype} {epilogue}".strip()] = GemmProblem(kind, dtype, *size, "hopper", epilogue)
-    found: dict[str, Any] = {name: (problem, problem.default(target.arch)) for name, problem in problems.items()}
+    cases: dict[str, Any] = {name: (problem, problem.default(target.arch)) for name, problem in problems.items()}
     heads = getattr(model, "heads", 0)
     kv_heads, head = getattr(model, "kv_heads", heads), getattr(model, "head_dim", 0) or model.d_model // max(heads, 1)
     shared = kv_heads if kv_heads < heads else 0
     for operation in ("forward", "keys", "queries") if heads else ():
         name = f"attention {operation} {train.dtype}, {heads} over {kv_heads} heads of {head}"
         problem = AttentionProblem(operation, train.dtype, *ATTENTION, heads, head, kv_heads=shared)
-        found[f"Triton {name}"] = problem, problem.configs_in_triton(target.arch)[0]
-        if own := problem.warp_specialized(target.arch):
-            found[f"Hopper {name}"] = problem, own
+        cases[f"Triton {name}"] = problem, problem.configs_in_triton(target.arch)[0]
+        if config_of_hopper := problem.warp_specialized(target.arch):
+            cases[f"Hopper {name}"] = problem, config_of_hopper
     plain = replace(target, matmul="triton", plain_attention=True)
     launches = [call for p in programs.values() for call in step.Lowered(p, plain).launches if isinstance(call, Launch)]
     specs = {call.spec: call.op.name for call in launches}
     if specs:
         digest = hashlib.sha256("".join(sorted(spec.key for spec in specs)).encode()).hexdigest()[:8]
-        found[f"{type(model).__module__.rpartition('.')[2]} model {train.dtype} {digest}"] = config
-    return found, specs
+        cases[f"{type(model).__module__.rpartition('.')[2]} model {train.dtype} {digest}"] = config
+    return cases, specs
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The way from programs to a running session: lower, plan, compile, bind, launch.
+"""From programs to a running session: lower, plan, compile, bind, launch.
 
 A program's launches are captured into one CUDA graph for each batch and length that it runs with. What changes from run to run is
 in device memory: the run-time scalars and the inputs, which come from two alternating pinned staging buffers, so that the next
@@ -102,12 +102,12 @@ class LoweredPrograms:
     @property
     def specs(self) -> dict[Specialisation, str]:
         """Every specialisation that must be compiled, with the op that needs it first."""
-        found: dict[Specialisation, str] = {}
+        first_ops: dict[Specialisation, str] = {}
         for low in self.lowered.values():
             for launch in low.launches:
                 if isinstance(launch, Launch):
-                    found.setdefault(launch.spec, launch.op.name)
-        return found
+                    first_ops.setdefault(launch.spec, launch.op.name)
+        return first_ops
 
 
 def lower_and_plan(programs: dict[str, Program], target: Target) -> LoweredPrograms:
@@ -162,9 +162,8 @@ class CudaSession(ArenaSession):
         self, programs: dict[str, Program], *, device: driver.Device | None = None, built: LoweredPrograms | None = None,
         **options: Any,
     ) -> None:  # fmt: skip
-        """Plan, compile, load and allocate. `built`: what the programs were lowered to; else that is done here, with the options of
-        `Target.of`. `device`: else that of this rank. UserError where the GPU has too little
-        memory."""
+        """Plan, compile, load and allocate. `built`: the lowered programs, None: lowered here, with the options of `Target.of`.
+        `device`: None: that of this rank. UserError if the GPU has too little memory."""
         lap = laps()
         self.ranks = next((op.ranks for p in programs.values() for op in p.ops if isinstance(op, Transfer)), ALONE)
         self.device = device or driver.device(self.ranks.number)
@@ -206,8 +205,7 @@ class CudaSession(ArenaSession):
     # --- building ---
 
     def _map_arena(self, tables: list[Table]) -> None:
-        """Allocate the arena, behind it the run-time scalars, the counter, and the tables, which are written now; all else is
-        zero."""
+        """Allocate and clear the arena, the run-time scalars, the counter and the tables behind it, and write the tables."""
         counter = self.plan.arena_bytes + round_up(scalars.NBYTES, INPUT_ALIGN)
         end = counter + INPUT_ALIGN
         offsets: dict[Table, int] = {}
@@ -359,8 +357,8 @@ class CudaSession(ArenaSession):
         buffer.copied.record(self.stream)
 
     def timed(self, program: str, **values: Any) -> list[tuple[Op, float]]:
-        """Run a program; gives the op of each call, in order, and the milliseconds that the GPU spent on it, between events around
-        it. Waiting for other ranks at the end of a program counts for the last collective that was started."""
+        """Run a program. Returns (op, milliseconds on the GPU between events) for each call, in order. Waiting for other ranks at
+        the end of a program counts for the last collective that was started."""
         bound: list[Bound] = []
         events: list[driver.Event] = []
 
@@ -375,6 +373,7 @@ class CudaSession(ArenaSession):
                 mark()
 
         def start() -> None:
+            """Run it once with an event between calls: call by call if it may not be captured yet, else as a graph."""
             run = self._run(program)
             bound[:] = self._bound(run)
             if not self._captures(run):
@@ -406,12 +405,12 @@ class CudaSession(ArenaSession):
             self._send_inputs(program)
             start()
 
-        usual = self._starts[program]
+        usual_start = self._starts[program]
         self._starts[program] = begin
         try:
             self.run(program, **values)
         finally:
-            self._starts[program] = usual
+            self._starts[program] = usual_start
 
     def replay(self, program: str, **sizes: int) -> None:
         """Launch the graph of a run of these sizes, with the inputs and run-time scalars of the last run."""
@@ -433,7 +432,7 @@ class CudaSession(ArenaSession):
         self.context.synchronize()
 
     def close(self) -> None:
-        """Wait for what runs, and give the GPU's memory back. Safe to call twice. After an error nothing is waited for longer than
+        """Wait for what runs, and free the GPU's memory. Safe to call twice. After an error nothing is waited for longer than
         LEAVE_S: if the GPU hangs or is lost, all is left to the end of the process, and no second error hides the first."""
         if self.memory.free.alive:
             failed = sys.exc_info()[0] is not None

@@ -1,5 +1,5 @@
-"""The tuning database as the CUDA backend uses it: configurations of Triton's GEMM, of Hopper's and of
-attention's kernels. An entry's name has the card's."""
+"""The tuning database as the CUDA backend uses it: configurations of Triton's GEMM, of Hopper's and of attention's kernels. An
+entry's key contains the card's name."""
 
 import hashlib
 import json
@@ -140,8 +140,8 @@ class AttentionProblem:
     def configs_in_triton(self, arch: int) -> tuple[AttentionConfig, ...]:
         """Those of the kernels that every card has; the first where no other is chosen."""
         head = attention_config.padded_head_size(self.head)
-        found = attention_config.attention_configs(self.table, head, self.dtype, arch)
-        return tuple(dict.fromkeys(map(attention_config.without_register_limit, found))) if self.register_bound else found
+        configs = attention_config.attention_configs(self.table, head, self.dtype, arch)
+        return tuple(dict.fromkeys(map(attention_config.without_register_limit, configs))) if self.register_bound else configs
 
     def __str__(self) -> str:
         dropout = " dropout" if self.dropout else ""
@@ -185,8 +185,8 @@ def key(target: Target, problem: Problem) -> str:
 
 
 def from_entry(entry: Any, problem: Problem, arch: int) -> Config:
-    """The configuration of an entry of the database. ValueError if the entry is malformed, or if the configuration is none that
-    this problem has on this architecture (`configs`: those that are bitwise equal to the default)."""
+    """The configuration of an entry of the database. ValueError if the entry is malformed, or if this problem has no such
+    configuration on this architecture (`configs`: those that are bitwise equal to the default)."""
     name = NAMES[problem.config_type]
     try:
         fields = {str(OLD_FIELDS.get(field, field)): value for field, value in entry[name].items()}
@@ -207,7 +207,7 @@ def to_entry(config: Config) -> dict[str, Any]:
 
 def select_config(target: Target, problem: Problem) -> Any:
     """The configuration of a kernel: given by the target, else tuned (if the user asks for tuned ones), else the default. The
-    problem's tokens are the planned maximum. An entry that does not fit is ignored with a warning."""
+    problem's number of tokens is the planned maximum. An entry that does not fit is ignored with a warning."""
     for found in _counters:
         found[problem] += 1
     config = given_config(target.config, problem.operation, problem.config_type)
@@ -233,9 +233,9 @@ def ship(found: dict[str, Entry], path: Path = SHIPPED) -> int:
 @contextmanager
 def counting() -> Iterator[Counter[Problem]]:
     """Count the problems that are lowered within the context."""
-    found: Counter[Problem] = Counter()
-    _counters.append(found)
+    counter: Counter[Problem] = Counter()
+    _counters.append(counter)
     try:
-        yield found
+        yield counter
     finally:
-        _counters.remove(found)
+        _counters.remove(counter)

@@ -1,5 +1,6 @@
-"""Collectives between ranks: reduce-scatter, all-gather and all-reduce. Messages are sent by a call out of the step, on one thread;
-received gradients are added by a kernel."""
+"""Collectives between ranks: reduce-scatter, all-gather and all-reduce. Messages are sent by an external call of the step, on one
+thread; received gradients are added by a kernel. A step is compiled once and run many times: a call's `prepare` gets the arrays of
+its operands and returns the function that each run calls."""
 
 import ctypes
 from collections.abc import Callable
@@ -18,8 +19,8 @@ Arrays = list[tuple[int, np.ndarray]]  # with their destination or source rank
 
 
 def sum_over_ranks(k: KernelBuilder, y, own, others, n, *, rank, count) -> None:
-    """The reduction of a reduce-scatter: y (n) = the sum of all ranks' gradients, in rank order; others (count - 1, n) are
-    received."""
+    """The reduction of a reduce-scatter: y (n) = the sum of all ranks' gradients, in rank order; `own` (n) is this rank's, others
+    (count - 1, n) are the received ones."""
 
     def vector(i, mask):
         terms = [others.load(n * j + i, mask) for j in range(count - 1)]
@@ -62,9 +63,9 @@ def _transfer(
     op: Op, c: Lowering, regions: Callable[[Tensor], list[Region]],
     transfer: Callable[[Arrays, Arrays], Callable[[], None]] | None = None, *, scalar: str = "",
 ) -> None:  # fmt: skip
-    """Append a call out of the step that sends messages between ranks, from and to the arena. `regions(t)`: the bytes of a tensor
-    that are sent or received. transfer(sends, receives) gives the function that a run calls; None: the ranks' `prepared`, which
-    sends and waits."""
+    """Append an external call that exchanges messages between ranks, from and to the arena. regions(t): the bytes of a tensor that
+    are sent or received. transfer(sends, receives) gives the function that a run calls; None: the ranks' `prepared`, which sends
+    and waits. `scalar`: the name of the run-time scalar that it depends on."""
     transfer = transfer or op.ranks.prepared
     regions_of = {name: regions(t) for name, t in (op.inputs | op.outputs).items()}
     reads = [region for name in op.inputs for region in regions_of[name]]
@@ -72,7 +73,7 @@ def _transfer(
 
     def prepare(arrays: list[np.ndarray]):
         flat = iter(arrays)  # in the order of `reads` and `writes`
-        arrays_of = {name: [next(flat) for _ in places] for name, places in regions_of.items()}
+        arrays_of = {name: [next(flat) for _ in parts] for name, parts in regions_of.items()}
         return transfer(op.departing(arrays_of), op.arriving(arrays_of))
 
     c.extern(prepare, reads, writes, scalar=scalar)
@@ -86,9 +87,9 @@ FUNCTION, FAILED, PROCESSES = 0, 1, 2
 
 
 def sum_share(k: KernelBuilder, y, partials, own, table, number, n, *, rank, count) -> None:
-    """y (n) = the sum of all ranks' gradients of shard `number` in rank order, and partials (chunks) = sums of its squares. `own`:
-    this rank's gradient; the other ranks' are read a chunk at a time into this thread's scratch (L2): DRAM is read once and not
-    written."""
+    """y (n) = the sum of all ranks' gradients of shard `number`, in rank order, and partials (chunks) = sums of its squares. `own`
+    (n): this rank's gradient; the other ranks' are read a chunk at a time into this thread's scratch (L2): DRAM is read once and
+    not written. `table`: see FUNCTION, FAILED, PROCESSES."""
     others, received = count - 1, k.thread_scratch()
     with k.parallel_for((n + CHUNK - 1) // CHUNK) as chunk:
         begin, end = chunk * CHUNK, k.min((chunk + 1) * CHUNK, n)
@@ -109,8 +110,8 @@ def sum_share(k: KernelBuilder, y, partials, own, table, number, n, *, rank, cou
 
 
 def read_process(k: KernelBuilder, table, process: Value, remote: Value, received, nbytes: Value) -> None:
-    """received = `nbytes` bytes from address `remote` of another `process` (its id), by Linux's process_vm_readv with one iovec on
-    each side. A short read sets FAILED in the table."""
+    """Copy `nbytes` bytes from address `remote` of another `process` (its id) to `received`, by Linux's process_vm_readv with one
+    iovec on each side. A short read sets FAILED in the table."""
     iovecs = []
     for address in (k.op("i64", f"ptrtoint ptr {received.ref} to i64"), remote):
         iovec = Pointer(k, k.alloca("i64", 2), "i64")
@@ -127,17 +128,18 @@ def read_process(k: KernelBuilder, table, process: Value, remote: Value, receive
 @lowering("reduce_scatter", floats="fp32", spans="*")
 def lower_reduce_scatter(op: Op, c: Lowering) -> None:
     """Three steps: all ranks exchange the addresses of their gradients and wait until these are complete; the kernels read and add
-    them, a shard each; all ranks wait until nobody reads any more, and learn whether a read failed."""
+    them, a shard each; all ranks wait until none reads any more, and exchange whether a read failed."""
     ranks, shares = op.ranks, op.shares
     others = ranks.count - 1
     table = c.workspace("places", 8 * (PROCESSES + others * (1 + len(shares))))
     reads = [part(t) for t in op.inputs.values()]
 
     def begin(arrays: list[np.ndarray]):
+        """Prepare the first call: exchange addresses, build the table, and at each run copy it to the arena and wait."""
         inputs = dict(zip(op.inputs, arrays, strict=False))
-        places = ranks.peer_addresses(op.departing({name: [array] for name, array in inputs.items()}))  # (process, addresses)
-        addresses = np.array([addresses for _, addresses in places], np.int64).reshape(others, len(shares)).T
-        processes = [process for process, _ in places]
+        peers = ranks.peer_addresses(op.departing({name: [array] for name, array in inputs.items()}))  # (process, addresses)
+        addresses = np.array([addresses for _, addresses in peers], np.int64).reshape(others, len(shares)).T
+        processes = [process for process, _ in peers]
         entries = np.array([process_vm_readv(), 0, *processes, *addresses.reshape(-1)], np.int64).view(np.uint8)
 
         def call() -> None:
@@ -148,6 +150,8 @@ def lower_reduce_scatter(op: Op, c: Lowering) -> None:
         return call
 
     def end(arrays: list[np.ndarray]):
+        """Prepare the last call: a barrier, which reports whether a read failed."""
+
         def call() -> None:
             failed = bool(arrays[-1].view(np.int64)[FAILED])
             if failed or op.meets[1]:
@@ -166,6 +170,6 @@ def lower_reduce_scatter(op: Op, c: Lowering) -> None:
 
 def process_vm_readv() -> int:
     """The address of Linux's process_vm_readv."""
-    found = ctypes.cast(ctypes.CDLL(None).process_vm_readv, ctypes.c_void_p).value
-    assert found is not None
-    return found
+    address = ctypes.cast(ctypes.CDLL(None).process_vm_readv, ctypes.c_void_p).value
+    assert address is not None
+    return address

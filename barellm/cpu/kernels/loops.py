@@ -2,7 +2,8 @@
 
 Shared parameters: `mode` of a result is "store", "add" (C += ...) or "start" (the first micro-batch stores, later ones add; see
 `KernelBuilder.keep`). A `mask` (i1 lanes) limits a vector at the end of a row; None: all lanes. `nontemporal` is a run-time
-condition (i1), true for results that are larger than the caches; None: never. A "vector" is `k.lanes` elements."""
+condition (i1), true for results that are larger than the caches; None: never. A "vector" is `k.lanes` elements. dims, inner, width:
+`shape_of`, `flat`. Kernels over rows have C columns."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,33 +24,32 @@ Vector = Callable[[Any, Value | None], Value]
 
 
 def shape_of(tensor: Tensor) -> dict[str, Any]:
-    """Constants `dims` and `inner`: `k.num_elements(dims) * inner` rows of the last axis."""
+    """Compile-time constants `dims` and `inner`: a kernel over rows of the last axis has k.num_elements(dims) * inner rows."""
     return {"dims": dims_of(tensor), "inner": tensor.width // int(tensor.shape[-1]) if tensor.shape else 1}
 
 
 def flat(tensor: Tensor) -> dict[str, Any]:
-    """Constants `dims` and `width`: `k.num_elements(dims) * width` elements."""
+    """Compile-time constants `dims` and `width`: a flat kernel has k.num_elements(dims) * width elements."""
     return {"dims": dims_of(tensor), "width": tensor.width}
 
 
 def foreach_vector(k: KernelBuilder, begin: Any, end: Any, body: Body, *, unroll: int = 2) -> None:
-    """body(index, mask, j) for the vectors of elements [begin, end): `unroll` unmasked vectors an iteration, j < `unroll` their
-    number in it (to choose an accumulator); then single vectors, j = 0, of which the last is masked."""
+    """Emit body(index, mask, j) for the vectors of elements [begin, end): a loop of `unroll` unmasked vectors an iteration, of
+    which each is number j < `unroll` (to choose an accumulator); then single vectors, j = 0, the last of them masked."""
     step = unroll * k.lanes
     begin, end = k.int(begin), k.int(end)
-    whole = begin + ((end - begin) & -step)  # step is a power of two
-    with k.loop(begin, whole, step) as i:
+    full_end = begin + ((end - begin) & -step)  # step is a power of two
+    with k.loop(begin, full_end, step) as i:
         for j in range(unroll):
             body(i + j * k.lanes, None, j)
-    with k.loop(whole, end, k.lanes) as i:
+    with k.loop(full_end, end, k.lanes) as i:
         body(i, k.mask_first(end - i), 0)
 
 
 def store_all(k: KernelBuilder, out: Pointer, values: list[Value], index: Any, nontemporal: Value | None = None) -> None:
-    """Store vectors of fp32 lanes, converted to out's dtype, one after the other from element `index` on: any number of vectors
-    to fp32, an even number to a 16-bit dtype, a power of two to an 8-bit one. Where `nontemporal` (i1), `index` must be aligned to
-    a cache line. Short vectors are concatenated first: a non-temporal store of half a cache line costs as much as of a whole
-    one."""
+    """Store vectors of fp32 lanes, converted to out's dtype, one after the other from element `index` on: any number of vectors to
+    fp32, an even number to a 16-bit dtype, a power of two to an 8-bit one. Where `nontemporal` (i1), `index` must be aligned to a
+    cache line. Short vectors are concatenated first: a non-temporal store of half a line costs as much as one of a full line."""
 
     def emit_stores(streaming: bool) -> None:
         for j, value in enumerate(values):
@@ -72,23 +72,23 @@ def store_all(k: KernelBuilder, out: Pointer, values: list[Value], index: Any, n
         emit_stores(False)
 
 
-def accumulate(k: KernelBuilder, out: Pointer, at: Any, mask: Value | None, value: Value, mode: str) -> Value:
-    """`value` (a vector), plus the vector of `out` at element `at` if `mode` accumulates. Nothing is stored."""
+def accumulate(k: KernelBuilder, out: Pointer, index: Any, mask: Value | None, value: Value, mode: str) -> Value:
+    """The vector `value`, plus the vector of `out` from element `index` on if `mode` accumulates. Nothing is stored."""
     keep = k.keep(mode)
     if keep is None:
         return value
-    return value + k.select(keep, out.load(at, mask), 0.0)
+    return value + k.select(keep, out.load(index, mask), 0.0)
 
 
-def accumulate_scalar(k: KernelBuilder, out: Pointer, at: Any, value: Value, mode: str) -> None:
-    """out[at] = value, a scalar, or out[at] + value if `mode` accumulates."""
+def accumulate_scalar(k: KernelBuilder, out: Pointer, index: Any, value: Value, mode: str) -> None:
+    """out[index] = value, a scalar, or out[index] + value if `mode` accumulates."""
     keep = k.keep(mode)
-    out.put(value if keep is None else value + k.select(keep, out.get(at), 0.0), at)
+    out.put(value if keep is None else value + k.select(keep, out.get(index), 0.0), index)
 
 
 def elementwise_map(k: KernelBuilder, n: Value, out: Pointer, vector: Vector, *, unroll: int = 2, mode: str = "store") -> None:
-    """out[i] = vector(i, mask) for `n` elements, in `mode`, in parallel over ranges of GRAIN elements. Results of more than
-    STREAM_BYTES are stored non-temporally."""
+    """out[i] = vector(i, mask) for `n` elements, stored or added (`mode`), in parallel over ranges of GRAIN elements. Results of
+    more than STREAM_BYTES are stored non-temporally."""
     nontemporal = n * out.itemsize > STREAM_BYTES if mode == "store" else None
     step = unroll * k.lanes
 
@@ -96,10 +96,10 @@ def elementwise_map(k: KernelBuilder, n: Value, out: Pointer, vector: Vector, *,
         return accumulate(k, out, i, mask, vector(i, mask), mode)
 
     with k.parallel_range(n, GRAIN) as (begin, end):
-        whole = begin + ((end - begin) & -step)
-        with k.loop(begin, whole, step) as i:
+        full_end = begin + ((end - begin) & -step)
+        with k.loop(begin, full_end, step) as i:
             store_all(k, out, [result(i + j * k.lanes, None) for j in range(unroll)], i, nontemporal)
-        with k.loop(whole, end, k.lanes) as i:
+        with k.loop(full_end, end, k.lanes) as i:
             mask = k.mask_first(end - i)
             out.store(result(i, mask), i, mask)
 
@@ -110,7 +110,7 @@ def new_accumulators(k: KernelBuilder, count: int) -> list[Var]:
 
 
 def tree_reduce(chains: list[Var], combine: Callable[[Value, Value], Value]) -> Value:
-    """Reduces vector accumulators (a power of two of them) pairwise to one vector."""
+    """Reduce vector accumulators (a power of two of them) pairwise to one vector."""
     values = [v.value for v in chains]
     while len(values) > 1:
         values = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
@@ -118,24 +118,24 @@ def tree_reduce(chains: list[Var], combine: Callable[[Value, Value], Value]) -> 
 
 
 def foreach_column(k: KernelBuilder, C: int, body: Body, *, unroll: int = 4, unrolled: bool = False) -> None:
-    """body(column, mask, j) for the vectors of a row of C columns: `unroll` vectors an iteration of a loop, j < `unroll` their
-    number in it (to choose an accumulator). `mask` is None but for the last vector of a row that `k.lanes` does not divide.
+    """Emit body(column, mask, j) for the vectors of a row of C columns: a loop of `unroll` vectors an iteration, of which each is
+    number j < `unroll` (to choose an accumulator). `mask` is None but for the last vector of a row that `k.lanes` does not divide.
     `unrolled`: no loop at all, and `column` is a Python integer, so the body may index a list of registers by it."""
     if unrolled:
         for i, (c, mask) in enumerate(k.columns(C)):
             body(c, mask, i % unroll)
         return
     step = unroll * k.lanes
-    whole = C - C % step
-    if whole > step:
-        with k.loop(0, whole, step) as c:
+    full_end = C - C % step
+    if full_end > step:
+        with k.loop(0, full_end, step) as c:
             for j in range(unroll):
                 body(c + j * k.lanes, None, j)
-    elif whole:  # one iteration only: no loop is emitted
+    elif full_end:  # one iteration only: no loop is emitted
         for j in range(unroll):
             body(j * k.lanes, None, j)
-    for j, (c, mask) in enumerate(k.columns(C - whole)):
-        body(whole + c, mask, j)
+    for j, (c, mask) in enumerate(k.columns(C - full_end)):
+        body(full_end + c, mask, j)
 
 
 def exceeds_caches(k: KernelBuilder, rows: Value, C: int, out: Pointer) -> Value | None:
@@ -145,22 +145,22 @@ def exceeds_caches(k: KernelBuilder, rows: Value, C: int, out: Pointer) -> Value
 
 
 def write_row(k: KernelBuilder, out: Pointer, C: int, vector: Vector, *, nontemporal: Value | None, unrolled: bool = False) -> None:
-    """out[column] = vector(column, mask) for a row of C columns, ROW_UNROLL vectors at a time (a whole cache line also of 16-bit
-    dtypes). `unrolled` as in `foreach_column`."""
+    """out[column] = vector(column, mask) for a row of C columns, ROW_UNROLL vectors at a time, which fill a cache line also of
+    16-bit dtypes. `unrolled`: as in `foreach_column`."""
     step = ROW_UNROLL * k.lanes
-    whole = C - C % step
+    full_end = C - C % step
 
     def group(c: Any) -> None:
         store_all(k, out, [vector(c + j * k.lanes, None) for j in range(ROW_UNROLL)], c, nontemporal)
 
-    if unrolled or whole <= step:
-        for c in range(0, whole, step):
+    if unrolled or full_end <= step:
+        for c in range(0, full_end, step):
             group(c)
     else:
-        with k.loop(0, whole, step) as c:
+        with k.loop(0, full_end, step) as c:
             group(c)
-    for c, mask in k.columns(C - whole):
-        out.store(vector(whole + c, mask), whole + c, mask)
+    for c, mask in k.columns(C - full_end):
+        out.store(vector(full_end + c, mask), full_end + c, mask)
 
 
 def row_grain(C: int) -> int:
@@ -169,7 +169,7 @@ def row_grain(C: int) -> int:
 
 
 def whole_cache_lines(op: Op) -> bool:
-    """Whether the rows of all results of an op, which may be views, are whole cache lines, of fp32 or a 16-bit dtype."""
+    """Whether the rows of all results of an op, which may be views, start and end at cache lines, with fp32 or a 16-bit dtype."""
     return all(n % 64 == 0 for t in op.outputs.values() for n in (t.first_column, t.row_stride, t.shape[-1]))
 
 
@@ -181,13 +181,13 @@ def foreach_row(
     k: KernelBuilder, rows: Value, F: int, outs: list[tuple[Pointer, int, str]], vectors: Callable[[Value], Vectors], *,
     lines: bool,
 ) -> None:  # fmt: skip
-    """Several elementwise results of rows of F columns, in parallel over rows. `outs`: of each result (pointer, row stride in
-    elements, mode). vectors(row) returns a function of (column, mask) that gives a vector of each result. Large results are stored
-    non-temporally if all rows are whole cache lines (`lines`) and none is accumulated."""
+    """Compute several elementwise results of rows of F columns, in parallel over rows. `outs`: (pointer, row stride in elements,
+    mode) of each result. vectors(row) returns a function of (column, mask) that gives a vector of each result. Large results are
+    stored non-temporally if all rows fill cache lines (`lines`) and none is accumulated."""
     stored = all(mode == "store" for *_, mode in outs)
     nontemporal = rows * sum(F * p.itemsize for p, *_ in outs) > STREAM_BYTES if stored and lines else None
     step = ROW_TOGETHER * k.lanes
-    whole = F - F % step
+    full_end = F - F % step
     with k.parallel_range(rows, row_grain(F)) as (begin, end), k.loop(begin, end) as row:
         dst, vectors_at = [p.at(row * stride) for p, stride, _ in outs], vectors(row)
 
@@ -195,10 +195,10 @@ def foreach_row(
             triples = zip(dst, vectors_at(c, mask), outs, strict=True)
             return [accumulate(k, p, c, mask, value, mode) for p, value, (_, _, mode) in triples]
 
-        with k.loop(0, whole, step) as c:
+        with k.loop(0, full_end, step) as c:
             groups = [results(c + j * k.lanes, None) for j in range(ROW_TOGETHER)]
             for p, values in zip(dst, zip(*groups, strict=True), strict=True):  # transposed: the vectors of one result
                 store_all(k, p, list(values), c, nontemporal)
-        for c, mask in k.columns(F - whole):
-            for p, value in zip(dst, results(whole + c, mask), strict=True):
-                p.store(value, whole + c, mask)
+        for c, mask in k.columns(F - full_end):
+            for p, value in zip(dst, results(full_end + c, mask), strict=True):
+                p.store(value, full_end + c, mask)

@@ -1,7 +1,8 @@
-"""Deterministic reductions: column sums over tokens, the sum of squares of a gradient.
+"""Deterministic reductions: column sums over tokens, the sum of squares of a gradient, the global gradient norm.
 
 Split reductions: rows form chunks whose number depends on the row count alone; each chunk is summed by one thread into its row of
-partials, then the partials are added in order. So the bits do not depend on the threads."""
+partials, then the partials are added in order. So the bits do not depend on the threads. (dims, inner): sizes whose product is the
+number of rows."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,8 +29,8 @@ Terms = Callable[[Value], Callable[[Any, Value | None], list[Value]]]
 def chunks_of_rows(
     k: KernelBuilder, partials: Pointer | None, rows: Value, C: int, count: int
 ) -> Iterator[tuple[Pointer | None, Value, Value]]:
-    """Parallel loop over chunks of rows: (a pointer to the chunk's partial sums (count, C), cleared, or None without `partials`;
-    its rows begin, end)."""
+    """Loop in parallel over chunks of rows; yields (pointer to the chunk's partial sums (count, C), cleared, or None without
+    `partials`; begin and end of its rows)."""
     chunk_rows = rows_per_chunk(k, rows)
     with k.parallel_for((rows + chunk_rows - 1) // chunk_rows) as chunk:
         dst = None if partials is None else partials.at(chunk * (count * C))
@@ -40,9 +41,9 @@ def chunks_of_rows(
 
 
 def column_sums(k: KernelBuilder, partials: Pointer, rows: Value, C: int, count: int, terms: Terms) -> None:
-    """partials (chunks, count, C) = sums over the rows of each chunk; terms(row)(c, mask) gives the `count` vectors of a row, the
-    columns ascending. One row at a time: memory is then read in the order of its addresses, which counts for more than that the
-    sums, in the L1, are read and written for each row."""
+    """partials (chunks, count, C) = sums over the rows of each chunk; terms(row)(c, mask) gives `count` vectors of terms at column
+    c. One row at a time: memory is then read in the order of its addresses, which saves more than it costs to load and store the
+    sums, in L1."""
     with chunks_of_rows(k, partials, rows, C, count) as (dst, begin, end), k.loop(begin, end) as row:
         vectors = terms(row)
 
@@ -54,14 +55,15 @@ def column_sums(k: KernelBuilder, partials: Pointer, rows: Value, C: int, count:
 
 
 def combine_sums(k: KernelBuilder, out, partials, *, C, stride, dims, inner, mode) -> None:
-    """out (C) = the chunks' partial sums, in order; the next chunk's are `stride` floats further."""
+    """out (C) = the sum of the chunks' partial sums, in order, stored or added (`mode`). `stride`: floats between chunks."""
     rows = k.num_elements(dims) * inner
-    per = rows_per_chunk(k, rows)
-    add_chunks(k, out, partials, (rows + per - 1) // per, C, stride, mode)
+    chunk_rows = rows_per_chunk(k, rows)
+    add_chunks(k, out, partials, (rows + chunk_rows - 1) // chunk_rows, C, stride, mode)
 
 
 def add_chunks(k: KernelBuilder, out: Pointer, partials: Pointer, chunks: Value, C: int, stride: int, mode: str) -> None:
-    """out (C) = the sum of partials (chunks, C), in order."""
+    """out (C) = the sum over `chunks` of partials[chunk * stride + column], in order, stored or added (`mode`); columns in
+    parallel."""
 
     def body(c, mask, j):
         total = k.var(k.to(0.0, k.vec))
@@ -77,9 +79,9 @@ def lower_column_sums(
     c: Lowering, emit: Callable[..., None], operands: dict[str, Any], like: Tensor, outputs: dict[str, Tensor],
     modes: dict[str, str], *, writes: str = "", **constants: Any,
 ) -> None:  # fmt: skip
-    """Append a call of `emit`, which fills the operand `partials` (chunks, len(outputs), C; None without outputs) and whatever else
-    it `writes`; then for each of the `outputs` (C) a call that adds up its partial sums, in its mode. `like`: the tensor (rows, C)
-    that is summed."""
+    """Append a call of `emit`, which computes the operand `partials` (chunks, len(outputs), C; None without outputs) and the
+    operands that `writes` names; then for each of the `outputs` (C) a call that adds up its partial sums, in its mode. `like`: the
+    tensor (rows, C) that is summed; `constants`: further ones of `emit`."""
     C = int(like.shape[-1])
     stride = len(outputs) * C
     chunks = min(CHUNKS, -(-(like.size // C) // CHUNK_ROWS))
@@ -93,19 +95,19 @@ def lower_column_sums(
     )
     for i, (name, out) in enumerate(outputs.items()):
         assert partials is not None
-        from_here = (part(partials, i * C * 4), "fp32")
+        own_column = (part(partials, i * C * 4), "fp32")
         mode = {"C": C, "stride": stride, "mode": modes[name], **shape}
-        c.call(combine_sums, {"out": out, "partials": from_here}, mode, writes="out")
+        c.call(combine_sums, {"out": out, "partials": own_column}, mode, writes="out")
 
 
 def lower_partials(c: Lowering, like: Tensor, count: int) -> tuple[Region, str] | None:
-    """Scratch for `count` numbers of each chunk of the rows of `like`; None where `count` is 0."""
+    """The operand for `count` partial sums of each chunk of the rows of `like`, in scratch; None if `count` is 0."""
     chunks = min(CHUNKS, -(-(like.size // int(like.shape[-1])) // CHUNK_ROWS))
     return (part(c.workspace("partials", chunks * count * 4)), "fp32") if count else None
 
 
 def combine_scalars(k: KernelBuilder, out0, out1, out2, out3, partials, *, modes, dims, inner) -> None:
-    """Each out (1) = the sum of its column of partials (chunks, outs), in the chunks' order."""
+    """Each out (1) = the sum of its column of partials (chunks, outs), in the chunks' order, stored or added (`modes`)."""
     rows, count = k.num_elements(dims) * inner, len(modes)
     with k.parallel_for(1):
         total, mask = k.var_vec(0.0), k.mask_first(count)
@@ -118,7 +120,7 @@ def combine_scalars(k: KernelBuilder, out0, out1, out2, out3, partials, *, modes
 def lower_scalars(
     c: Lowering, partials: tuple[Region, str] | None, like: Tensor, outputs: dict[str, Tensor], modes: dict[str, str]
 ) -> None:
-    """The sums of at most four columns of partials, if there are any."""
+    """Append the call that adds up at most four columns of partials, one for each of `outputs`; none if `partials` is None."""
     if partials is None:
         return
     outs: dict[str, Any] = dict.fromkeys(f"out{i}" for i in range(4))
@@ -146,7 +148,7 @@ CHAINS = 8
 
 
 def sum_squares(k: KernelBuilder, partials, x, n) -> None:
-    """partials (ceil(n / CHUNK)) = sums of squares of x (n)."""
+    """partials (ceil(n / CHUNK)) = the sum of squares of each CHUNK of x (n)."""
     with k.parallel_for((n + CHUNK - 1) // CHUNK) as chunk:
         sums = loops.new_accumulators(k, CHAINS)
 
@@ -173,19 +175,19 @@ def add_partials(k: KernelBuilder, total, partials, n) -> None:
 
 
 def clip_scale(k: KernelBuilder, clip, skipped, loss_scale, totals, n, *, limit) -> None:
-    """clip (2) = [norm, min(1, limit / norm)] with the norm = sqrt(sum of totals (n)); `limit` 0: no clipping. A norm that is not
-    finite gives NaN and counts in skipped (1). Gradients are `loss_scale` times too large, so both are divided by it. Then the loss
-    scale (its power of two, and the good steps since it changed) is updated: halved after a bad step, doubled after GROWTH_STEPS
-    good ones."""
+    """clip (2) = [norm, min(1, limit / norm)], norm = sqrt(sum of totals (n)); `limit` 0: no clipping. A norm that is not finite
+    makes the factor NaN and counts in skipped (1). Gradients are multiplied by the loss scale, so both are divided by it. Then
+    `loss_scale` (2) = [its power of two, good steps since it changed] is updated: halved after a bad step, doubled after
+    GROWTH_STEPS good ones; None: no scaling."""
     with k.parallel_for(1):
         acc = k.var(k.const(0.0, "double"))
         with k.loop(0, n) as i:
             acc.value = acc.value + totals.get(i)
-        norm, by = k.sqrt(acc.value), scale_of(k, loss_scale)
-        norm = k.to(norm if by is None else norm / k.to(by, "double"), "float")
+        norm, loss_factor = k.sqrt(acc.value), scale_of(k, loss_scale)
+        norm = k.to(norm if loss_factor is None else norm / k.to(loss_factor, "double"), "float")
         finite = norm < float("inf")  # false for NaN as well
         scale = k.select(norm > limit, limit / norm, 1.0) if limit > 0 else k.float(1.0)
-        scale = scale if by is None else scale / by
+        scale = scale if loss_factor is None else scale / loss_factor
         clip.put(norm, 0)
         clip.put(k.select(finite, scale, float("nan")), 1)
         with k.otherwise(finite):

@@ -1,9 +1,8 @@
 """Storage formats of weights and moments, which kernels load and store as fp32.
 
 A weight is one array, or a hi/lo pair of planes (`program.dtypes`): the bits (hi << 16) + lo of "bf16_i16" and "bf16_u16", whose lo
-has no
-sign, or the nearest fp16 and the fp32 master weight of "fp16_fp32". A moment is one array, or the 16-bit codes of
-`program.moments`."""
+has no sign, or the nearest fp16 and the fp32 master weight of "fp16_fp32". A moment is one array, or codes (`program.moments`):
+fp32 with fewer bits of exponent and mantissa. p[index...] are elements from `index` on."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +20,9 @@ def weight_operands(name: str, t: Tensor) -> dict[str, Any]:
 
 
 def store_halves(k: KernelBuilder, p: Pointer, lanes: list[Value], index: Any, mask: Value | None, *, high: bool) -> None:
-    """p[index...] = 16 bits, the upper ones with `high`, of each i32 lane of one or two adjacent vectors; a mask only with one. Of
-    two the halves are interleaved by one shuffle and stored at once: AVX-512 truncates a vector in two operations, and stores half
-    of one."""
+    """Store 16 bits, the upper ones with `high`, of each i32 lane of one or two adjacent vectors to p[index...]; a mask only with
+    one. The halves of two vectors are interleaved by one shuffle and stored at once: AVX-512 truncates a vector in two operations,
+    and stores half of one."""
     if len(lanes) == 2:
         halves = f"<{2 * k.lanes} x i16>"
         a, b = (k.bitcast(v, halves) for v in lanes)
@@ -36,8 +35,8 @@ def store_halves(k: KernelBuilder, p: Pointer, lanes: list[Value], index: Any, m
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight as vectors of fp32 values, whatever its storage: `p` alone, or planes `p` (hi) and `lo`. `bf16`: what is stored is
-    rounded to the nearest bf16 first."""
+    """A weight as vectors of fp32 values, whatever its storage: `p` alone, or planes `p` (hi) and `lo`. `bf16`: values are rounded
+    to the nearest bf16 before they are stored."""
 
     k: KernelBuilder
     p: Pointer
@@ -111,8 +110,8 @@ class Moment:
         store_halves(self.k, self.p, codes, index, mask, high=True)
 
     def _code(self, value: Value, dither: Value | None) -> Value:
-        """The code of each lane as `moments.encode` defines it, in the lane's high half, where the sign is already. Numbers below
-        the least (f.least) become 0, or with `dither` the least by chance."""
+        """The code of each lane as `moments.encode` defines it, in the lane's high half, where fp32's sign bit is. Magnitudes below
+        the smallest code's (f.least) become 0, or with `dither` the smallest, by chance in proportion to their size."""
         k, f = self.k, moments.FORMATS[self.dtype]
         magnitude = k.min_magnitude(value, f.most)
         inside = magnitude >= f.least

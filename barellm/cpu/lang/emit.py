@@ -90,7 +90,7 @@ class Builder:
         return self.to(value, "float")
 
     def splat(self, value: Any) -> Value:
-        """All lanes equal; i32 lanes for an i32 or i64 value."""
+        """A vector with `value` in all lanes: i32 lanes for an i32 or i64, fp32 lanes for a float or double."""
         if isinstance(value, Value) and width(value.type):
             return value
         if not isinstance(value, Value):
@@ -127,7 +127,7 @@ class Builder:
 
     def match(self, a: Any, b: Any) -> tuple[Value, Value]:
         """Both operands converted to one type: a number to the other's type, a scalar to the vector's (so an i64 becomes i32
-        lanes), of two scalars the one of the narrower type to the other's (i1, i32, i64, float, double)."""
+        lanes), of two scalars the narrower one to the other's type (in the order i1, i32, i64, float, double)."""
         if isinstance(a, Value) and isinstance(b, Value):
             if a.type == b.type:
                 return a, b
@@ -175,7 +175,7 @@ class Builder:
         return self.round_bf16(v) if dtype == "bf16" else self.round_fp16(v)
 
     def widen16(self, bits: Value, dtype: str) -> Value:
-        """i16 lanes, as many as there are, to the fp32 lanes that they are in a 16-bit dtype. Exact."""
+        """Convert i16 lanes, bit patterns of a 16-bit dtype, to fp32 lanes. Exact."""
         n = bits.type[1:].split(" x ")[0]
         vec, ivec = f"<{n} x float>", f"<{n} x i32>"
         if dtype == "fp16" and self.isa.half:
@@ -239,8 +239,7 @@ class Builder:
         return parts[0]
 
     def tree(self, v: Value, combine: Any) -> Value:
-        """The lanes of v reduced to one scalar by combine(vector, vector), in a fixed tree: upper half with lower half, and so
-        on."""
+        """Reduce the lanes of v to one scalar by combine(vector, vector), in a fixed tree of halves."""
         n = width(v.type)
         while n > 1:
             n //= 2

@@ -19,8 +19,8 @@ def signed(word: int) -> int:
 
 def rounds(k: Builder, k0: Any, k1: Any, c0: Any, c1: Any) -> Iterator[tuple[Value, Value]]:
     """Threefry2x32-20 (Salmon et al. 2011) of key (k0, k1) and counter (c0, c1): yields both words after each of the GROUPS groups
-    of four rounds; the last are the result. A generator, so that a caller can emit other work between the groups: each word is one
-    long chain of operations."""
+    of four rounds; the last are the result. A generator, so that a caller can emit other work between the groups: each word is a
+    long chain."""
     keys = [k0, k1, k0 ^ k1 ^ signed(PARITY)]
     x, y = c0 + keys[0], c1 + keys[1]
     for group in range(GROUPS):
@@ -52,8 +52,7 @@ def _call(k: Builder, key: tuple[Value, Value], row: Any, block: Any, part: int)
 
 
 def words(k: Builder, key: tuple[Value, Value], row: Any, block: Any, part: int = 0) -> tuple[Value, Value]:
-    """Random words (i32 lanes) of `row`: of the columns 2 HALF block + part * lanes..., and of the columns HALF further; part <
-    HALF / lanes."""
+    """Random words (i32 lanes) of `row`: of columns 2 HALF block + part * lanes..., and those HALF further; part < HALF / lanes."""
     return threefry(k, *_call(k, key, row, block, part))
 
 
@@ -74,7 +73,7 @@ def shared_word(k: Builder, words: list[Value], column: int) -> Value:
 
 
 def keep(k: Builder, word: Value, rate: float) -> Value:
-    """The factor that an element is multiplied with: 0, or 1 / (1 - rate)."""
+    """The factor of an element: 0, or 1 / (1 - rate)."""
     # Unsigned order is signed order with the top bit flipped.
     kept = (word ^ -SIGN) >= signed(threshold(rate) ^ SIGN)
     return k.select(kept, k.to(keep_scale(rate), k.vec), 0.0)

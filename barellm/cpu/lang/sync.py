@@ -1,4 +1,4 @@
-"""The native side of threads: the barrier, the loops over a step's table, and the workers' waiting room.
+"""The native code of the thread pool: the barrier, the loops over a step's table, and how workers wait.
 
 The block that all threads share (offsets in bytes, one cache line each, since different threads write them):
 
@@ -8,7 +8,7 @@ The block that all threads share (offsets in bytes, one cache line each, since d
 A wait spins for about 2000 pauses and then sleeps: in the kernel's futex on Linux, on a condition variable elsewhere. Spinning
 alone loses a whole time slice when two threads share a core; sleeping at once costs microseconds when they do not.
 
-Where `stamps` is not null, a walk is traced: each thread writes the processor's steady counter to stamps[thread][entry], three i64:
+If `stamps` is not null, a run is traced: each thread writes the processor's steady counter to stamps[thread][entry], three i64:
 before the call, after it, and after the barrier, if one follows."""
 
 SHARED_NBYTES = 1024
@@ -71,8 +71,8 @@ _WAKE_CONDITION = """
 
 
 def _over_table(name: str, body: str, *, entry: str = "", leave: str = "") -> str:
-    """LLVM IR of the function `name` that does `body` for each record of the table, %rec, number %i of %entries. Blocks of the body
-    lead to %next; `entry` and `leave`: code before the first record and behind the last."""
+    """LLVM IR of the function `name` that runs `body` for each record %rec of the table, number %i of %entries. The body's last
+    block is %next; `entry` and `leave`: code before the first record and after the last."""
     return f"""
 define internal void @{name}(ptr %rt, ptr %s) {{
 entry:
@@ -97,9 +97,9 @@ done:{leave}
 
 
 def _walk(name: str, *, traced: bool) -> str:
-    """The function `name`, every thread's pass over the table: call each record's kernel and, where the record says so, meet the
-    other threads at the barrier. A traced one stores the time before the kernel, behind it and behind the barrier, and meets once
-    more at its end: behind that all stamps are written."""
+    """LLVM IR of the function `name`, every thread's pass over the table: call each record's kernel and, if the record says so,
+    wait for the other threads at the barrier. A traced one stores the time before the kernel, after it and after the barrier, and
+    ends with one more barrier: after that all stamps are written."""
     meet = """
   %np = getelementptr i8, ptr %rt, i64 8
   %n64 = load i64, ptr %np, align 8
@@ -148,7 +148,7 @@ next:"""
 
 
 def ir(*, arm: bool, futex: bool) -> str:
-    """The module: `worker(rt, shared)` until told to stop, `lead(rt, shared)` for one pass over the table, `now()`."""
+    """LLVM IR of the module: `worker(rt, shared)` runs until `stop`, `lead(rt, shared)` makes one pass over the table, `now()`."""
     machine = "arm" if arm else "x86"
     declare_pause, pause = _PAUSE[machine]
     number = _FUTEX[machine]

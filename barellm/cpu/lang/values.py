@@ -63,12 +63,12 @@ def arithmetic(integer: str, floating: str = "", *, swap: bool = False) -> Calla
     return operator
 
 
-def comparison(how: str) -> Callable[[Value, Any], Value]:
-    """The comparison `how` of INT_COMPARE (signed) or FLOAT_COMPARE (false for NaN, but "!="): i1, or i1 lanes of a vector."""
+def comparison(operator_: str) -> Callable[[Value, Any], Value]:
+    """A comparison of INT_COMPARE (signed) or FLOAT_COMPARE (false for NaN, but "!="): i1, or i1 lanes of a vector."""
 
     def operator(self: Value, other: Any) -> Value:
         a, b = self.k.match(self, other)
-        name = f"fcmp {FLOAT_COMPARE[how]}" if is_float(a.type) else f"icmp {INT_COMPARE[how]}"
+        name = f"fcmp {FLOAT_COMPARE[operator_]}" if is_float(a.type) else f"icmp {INT_COMPARE[operator_]}"
         lanes = width(a.type)
         return self.k.op(f"<{lanes} x i1>" if lanes else "i1", f"{name} {a.typed}, {b.ref}")
 
@@ -146,7 +146,7 @@ class Pointer:
     # --- scalars ---
 
     def get(self, index: Any = 0) -> Value:
-        """Load one element: fp32 for shorter floats, i64 for i32."""
+        """Load one element: fp32 for shorter floats, i64 for i32, else as stored."""
         k, p = self.k, self.at(index)
         type_, size = ITEM[self.dtype]
         v = k.op(type_, f"load {type_}, ptr {p.ref}, align {size}")
@@ -171,13 +171,13 @@ class Pointer:
     # --- vectors ---
 
     def load(self, index: Any = 0, mask: Value | None = None) -> Value:
-        """`isa.lanes` elements as fp32 (or i32) lanes; lanes off the mask are zero and their memory is not touched."""
+        """Load `isa.lanes` elements as fp32 (or i32) lanes; masked lanes are zero and their memory is not touched."""
         k = self.k
         raw = self.load_raw(index, mask)
         return k.widen(raw, self.dtype) if self.dtype in SHORT else raw
 
     def load_raw(self, index: Any = 0, mask: Value | None = None) -> Value:
-        """A vector in the storage type, as it lies in memory; lanes off the mask are zero and their memory is not touched."""
+        """Load a vector in the storage type, unconverted; masked lanes are zero and their memory is not touched."""
         k, p = self.k, self.at(index)
         item, size = ITEM[self.dtype]
         type_ = f"<{k.lanes} x {item}>"
@@ -195,8 +195,7 @@ class Pointer:
         self.store_raw(value, index, mask, nontemporal=nontemporal)
 
     def store_raw(self, value: Any, index: Any = 0, mask: Value | None = None, *, nontemporal: bool = False) -> None:
-        """A vector of the storage type to memory; lanes off the mask are not written. `nontemporal` as in `store`, without a
-        mask."""
+        """Store a vector of the storage type; masked lanes are not written. `nontemporal` as in `store`, without a mask."""
         k, p = self.k, self.at(index)
         item, size = ITEM[self.dtype]
         value = k.to(value, f"<{k.lanes} x {item}>")

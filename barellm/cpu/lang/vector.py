@@ -43,7 +43,7 @@ def _scale(k: Builder, p: Value, shifted: Value, x: Value, *, low: float, high: 
 
 
 def exp2(k: Builder, x: Value, coefficients: tuple[float, ...] = EXP2, least: float = -151.0) -> Value:
-    """2**x; 0 below -126 (AVX-512: denormals), infinity above 128. Below `least` it is that power."""
+    """2**x; 0 below -126 (AVX-512: denormals), infinity above 128; x is clipped to at least `least`. NaN stays."""
     clipped = k.max(least, k.min(129.0, x))  # of a NaN and a number the second: NaN stays
     shifted = clipped + MAGIC
     p = polynomial(k, clipped - (shifted - MAGIC), coefficients)
@@ -256,7 +256,7 @@ def transpose(k: Builder, rows: list[Value]) -> list[Value]:
     n = len(rows)
 
     def gather(vectors: list[Value]) -> list[Value]:
-        """Group g of every vector, for each g."""
+        """Group g of every vector, for each g: vectors are merged in pairs, recursively."""
         if len(vectors) == 1:
             return vectors
         pairs = list(zip(vectors[::2], vectors[1::2], strict=True))

@@ -28,7 +28,7 @@ BYTES_A_CYCLE = 6.0  # of one core from beyond its L2
 
 
 def candidates(problem: GemmProblem, isa: ISA, threads: int) -> list[Any]:
-    """The default first, then the others by the model's cost. Of a skinny GEMM all are tried."""
+    """The configs to measure: the default first, then others by the model's cost. For a skinny GEMM or AMX all are tried."""
     if problem.skinny:
         return skinny_gemm.skinny_configs(isa, problem.dtype, problem.cols, problem.depth)
     first = problem.default(isa)
@@ -46,27 +46,27 @@ def _on_tiles(problem: GemmProblem, isa: ISA) -> bool:
 
 
 def possible(problem: GemmProblem, isa: ISA) -> list[gemm_config.GemmConfig]:
-    """Every tile, MC, NC and order that differ for this problem."""
-    found: dict[gemm_config.GemmConfig, None] = {}
+    """Every combination of tile, MC, NC and order that makes a difference for this problem."""
+    configs: dict[gemm_config.GemmConfig, None] = {}
     for tile in gemm_config.tiles(isa, problem.dtype):
         nr = tile.nr(isa)
-        whole = -(-problem.cols // nr) * nr
+        padded_cols = -(-problem.cols // nr) * nr
         if problem.operation == "weight_gradient":
             heights = {round_up(min(h, problem.rows), tile.mr) for h in HEIGHTS}
-            widths = {round_up(ceil(whole / n), nr) for n in SPLITS}
+            widths = {round_up(ceil(padded_cols / n), nr) for n in SPLITS}
         elif _on_tiles(problem, isa):
             heights = {round_up(min(h, problem.rows), tile.mr) for h in AMX_HEIGHTS}
-            widths = {round_up(min(n * nr, whole), nr) for n in AMX_PANELS}
+            widths = {round_up(min(n * nr, padded_cols), nr) for n in AMX_PANELS}
         else:
             heights = {round_up(ceil(problem.rows / n), tile.mr) for n in SPLITS}
             several_kc = gemm_config.default_kc(isa, problem.depth, gemm_config.packed_itemsize(isa, problem.dtype)) < problem.depth
-            widths = {nr, min(gemm_config.default_nc(isa, tile, several_kc=several_kc), whole)}
+            widths = {nr, min(gemm_config.default_nc(isa, tile, several_kc=several_kc), padded_cols)}
         for rows in sorted(heights):
             for columns in sorted(widths):
-                one = rows >= problem.rows or columns >= whole
-                for order in gemm_config.ORDERS[:1] if one else gemm_config.ORDERS:
-                    found[gemm_config.GemmConfig(tile, rows, rows, columns, order)] = None
-    return list(found)
+                one_block = rows >= problem.rows or columns >= padded_cols
+                for order in gemm_config.ORDERS[:1] if one_block else gemm_config.ORDERS:
+                    configs[gemm_config.GemmConfig(tile, rows, rows, columns, order)] = None
+    return list(configs)
 
 
 def refined(problem: GemmProblem, best: Any, isa: ISA) -> list[Any]:
@@ -76,28 +76,28 @@ def refined(problem: GemmProblem, best: Any, isa: ISA) -> list[Any]:
         return []
     if problem.operation == "weight_gradient":
         return [replace(best, overlap=overlap) for overlap in gemm_config.OVERLAPS if overlap != best.overlap]
-    found: dict[gemm_config.GemmConfig, None] = {}
+    configs: dict[gemm_config.GemmConfig, None] = {}
     overlaps = (
         gemm_config.OVERLAPS if can_overlap_packing(isa, problem.dtype) else (gemm_config.OVERLAPS[0], gemm_config.OVERLAPS[-1])
     )
     for tile in {best.tile: None} | {t: None for t in gemm_config.tiles(isa, problem.dtype) if t.vectors > 1}:
-        for part in _parts(problem, tile, isa):
+        for kc in _parts(problem, tile, isa):
             for overlap in overlaps:
-                found[_with(problem, best, tile, part, overlap, isa)] = None
-    return [c for c in found if c != best]
+                configs[_with(problem, best, tile, kc, overlap, isa)] = None
+    return [c for c in configs if c != best]
 
 
 def _with(
-    problem: GemmProblem, best: gemm_config.GemmConfig, tile: gemm_config.Tile, part: int | None, overlap: str, isa: ISA
+    problem: GemmProblem, best: gemm_config.GemmConfig, tile: gemm_config.Tile, kc: int | None, overlap: str, isa: ISA
 ) -> gemm_config.GemmConfig:
-    """The `best` config with another tile, KC and overlap; NC such that sums kept between two KC blocks fit."""
-    if (tile, part) == (best.tile, best.kc):
+    """The `best` config with another tile, KC (`part`) and overlap, and an NC such that the sums between KC blocks fit."""
+    if (tile, kc) == (best.tile, best.kc):
         return replace(best, overlap=overlap)
-    deep = part or gemm_config.default_kc(isa, problem.depth, gemm_config.packed_itemsize(isa, problem.dtype))
-    whole = round_up(problem.cols, tile.nr(isa))
-    columns = min(gemm_config.default_nc(isa, tile, several_kc=deep < problem.depth), whole)
+    depth = kc or gemm_config.default_kc(isa, problem.depth, gemm_config.packed_itemsize(isa, problem.dtype))
+    padded_cols = round_up(problem.cols, tile.nr(isa))
+    columns = min(gemm_config.default_nc(isa, tile, several_kc=depth < problem.depth), padded_cols)
     rows, long_rows = (round_up(n, tile.mr) for n in (best.mc, best.long_mc))
-    return gemm_config.GemmConfig(tile, rows, long_rows, columns, best.order, part, overlap)
+    return gemm_config.GemmConfig(tile, rows, long_rows, columns, best.order, kc, overlap)
 
 
 def _parts(problem: GemmProblem, tile: gemm_config.Tile, isa: ISA) -> list[int | None]:
@@ -110,29 +110,29 @@ def _parts(problem: GemmProblem, tile: gemm_config.Tile, isa: ISA) -> list[int |
 
 
 def cost(problem: GemmProblem, config: gemm_config.GemmConfig, isa: ISA, threads: int) -> float:
-    """Cycles of one core, by the model."""
+    """The model's estimate in cycles of one core: multiply-adds, packing, bytes from beyond the L2, load imbalance."""
     M, N, K = problem.rows, problem.cols, problem.depth
     tile, nr, size = config.tile, config.tile.nr(isa), itemsize(problem.dtype)
     gradient = problem.operation == "weight_gradient"
     units = K / (2 if uses_vnni(isa, problem.dtype) else 1)  # vectors of a panel's column of vectors
     panels = ceil(N / nr)
-    few = ceil(M / config.long_mc) * panels < gemm_config.ITEMS_PER_THREAD * threads
-    block = config.mc if few or gradient else config.long_mc
+    few_items = ceil(M / config.long_mc) * panels < gemm_config.ITEMS_PER_THREAD * threads
+    block = config.mc if few_items or gradient else config.long_mc
     row_blocks, column_blocks = ceil(M / block), ceil(panels * nr / config.nc)
     rows = row_blocks * round_up(min(block, M), tile.mr)
     # A multiply-add a cycle; two loads a cycle are enough for tiles that are wide and high.
     loads = (tile.mr + tile.vectors) / (2 * tile.mr * tile.vectors)
     products = rows * panels * tile.vectors * units * max(1.0, loads)
-    each = PACK_TRANSPOSED if problem.operation.startswith("forward") else PACK_INTERLEAVED
-    packing = row_blocks * panels * tile.vectors * units * each
-    beyond = row_blocks * K * N * size
+    pack_cost = PACK_TRANSPOSED if problem.operation.startswith("forward") else PACK_INTERLEAVED
+    packing = row_blocks * panels * tile.vectors * units * pack_cost
+    l2_miss_bytes = row_blocks * K * N * size
     resident = (min(block, M) + nr) * K * size
     if gradient:
         packing += column_blocks * rows / isa.lanes * units * PACK_INTERLEAVED
-        beyond += column_blocks * K * M * size
+        l2_miss_bytes += column_blocks * K * M * size
         resident = (round_up(config.mc, isa.lanes) + nr) * min(K, gemm_config.token_chunk(isa)) * size
     if resident > processor.caches().get(2, processor.TYPICAL[2]):
-        beyond += panels * M * K * size
+        l2_miss_bytes += panels * M * K * size
     items = row_blocks * column_blocks
-    uneven = ceil(items / threads) * threads / items
-    return (products + packing + beyond / BYTES_A_CYCLE) * uneven
+    imbalance = ceil(items / threads) * threads / items
+    return (products + packing + l2_miss_bytes / BYTES_A_CYCLE) * imbalance

@@ -1,4 +1,4 @@
-"""The tuner's harness on the CPU: operands with guards, and a table of calls to time."""
+"""The tuner's harness on the CPU: operands between guard bytes, and a table of calls to time."""
 
 import time
 from dataclasses import dataclass, field
@@ -75,7 +75,7 @@ class Harness(harness.Harness):
         return runs
 
     def load(self, candidate: Candidate) -> Loaded:
-        """Compiled here and nowhere kept: an intrinsic that the target cannot select ends the process."""
+        """Compile a candidate, without keeping it on disk: an intrinsic that the target cannot select ends the process."""
         problem, config = self.problem, candidate.config
         emit = getattr(faults, candidate.fault) if candidate.fault else None
         specs = [configured(spec, config, emit) for spec in problem.specs]
@@ -106,6 +106,7 @@ class Harness(harness.Harness):
         return self.data.digests() != self.expected[run]
 
     def difference(self, loaded: Loaded, run: Run) -> str:
+        """How many elements of which result differ from the default's, and by how much."""
         written = [o.name for o in self.problem.operands[run.spec] if o is not None and o.written]
         got = {name: self.data.array(name).astype(np.float64) for name in written}
         self.run(self.default, run)
@@ -161,8 +162,8 @@ class Harness(harness.Harness):
         self.pool.bind(self.scalars.ctypes.data, thread_scratch, loaded.thread_scratch_bytes)
 
     def _table(self, loaded: Loaded, i: int, records: int) -> tuple[int, Any]:
-        """A table of `records` calls of one specialisation, each on the next set of operands: its address, and the objects that
-        must live as long."""
+        """A table of `records` calls of one specialisation, each on the next set of operands. Returns (address, objects that must
+        live as long)."""
         words = RECORD_NBYTES // 8
         block = np.zeros((records + 1) * words, np.int64)
         skip = -block.ctypes.data % RECORD_NBYTES // 8
@@ -173,6 +174,7 @@ class Harness(harness.Harness):
         return rows.ctypes.data, (block, sets)
 
     def _arguments(self, i: int, which: int) -> np.ndarray:
+        """The packed arguments of a call of specialisation i, on operand set `which`."""
         spec, operands = self.problem.specs[i], self.problem.operands[i]
         limits = iter((0, self.problem.tokens))  # row_begin, row_limit
         args = []
@@ -203,6 +205,7 @@ class Operands:
     """Operands by name, each between guards, in several copies for timing; the first is what validation looks at."""
 
     def __init__(self, problem: GemmProblem, footprint: int) -> None:
+        """Allocate and fill the operands: as many copies of those that are cold in a step as cover `footprint` bytes."""
         operands = {o.name: o for row in problem.operands for o in row if o is not None}
         cold = sum(o.nbytes for o in operands.values() if o.name not in FRESH)
         self.sets = max(1, min(MOST_SETS, footprint // max(1, cold)))
@@ -244,11 +247,11 @@ class Operands:
         return {name: xxhash.xxh3_128(self._span(name).data).hexdigest() for name in self.initial}
 
     def touched(self) -> str:
-        """The bytes that were changed and should not have been: guards, and operands that are only read."""
+        """Name the bytes that were changed and should not have been: guards, and operands that are only read."""
         guards = {name: np.concatenate([self._span(name)[:GUARD], self._span(name)[-GUARD:]]) for name in self.initial}
-        beside = [f"beside {name}" for name, guard in guards.items() if (guard != FILL).any()]
+        guard_names = [f"beside {name}" for name, guard in guards.items() if (guard != FILL).any()]
         inputs = [name for name, a in self.initial.items() if name not in self.written and self._changed(name, a)]
-        return ", ".join(beside + [f"the input {name}" for name in inputs])
+        return ", ".join(guard_names + [f"the input {name}" for name in inputs])
 
     def _changed(self, name: str, before: np.ndarray) -> bool:
         return not np.array_equal(self.array(name).view(np.uint8), before.view(np.uint8))

@@ -76,12 +76,12 @@ def configured(spec: Specialisation, config: Any, emit: Emit | None = None) -> S
 
 def problems_of(calls: Iterable[Call]) -> list[GemmProblem]:
     """The GEMMs among `calls`, each once, those with most operations first."""
-    found: dict[Gemm, dict[Specialisation, tuple[int, tuple[Operand | None, ...]]]] = {}
+    specs_by_gemm: dict[Gemm, dict[Specialisation, tuple[int, tuple[Operand | None, ...]]]] = {}
     for call in calls:
         if call.spec.emit not in (gemm.gemm, weight_gradient.weight_gradient, skinny_gemm):
             continue
         sizes, operands = _described(call)
-        specs = found.setdefault(sizes, {})
+        specs = specs_by_gemm.setdefault(sizes, {})
         # The harness passes the number of rows as a scalar, with contiguous rows. How a program counts them and the row strides of
         # its views make no difference to the tuning.
         constants = dict(call.spec.constants) | {"dims": ("batch", "seq"), "inner": 1}
@@ -90,21 +90,21 @@ def problems_of(calls: Iterable[Call]) -> list[GemmProblem]:
         count, _ = specs.get(spec, (0, operands))
         specs[spec] = count + 1, operands
     problems = []
-    for sizes, specs in found.items():
+    for sizes, specs in specs_by_gemm.items():
         order = sorted(specs, key=lambda spec: -specs[spec][0])
         problems.append(GemmProblem(**vars(sizes), specs=tuple(order), operands=tuple(specs[spec][1] for spec in order)))
     return sorted(problems, key=lambda problem: -problem.flops)
 
 
 def _described(call: Call) -> tuple[Gemm, tuple[Operand | None, ...]]:
-    """The GEMM that a call computes, and its operands."""
+    """(sizes of the GEMM that a call computes, its operands by position: None for an absent one or an integer)."""
     constants = dict(call.spec.constants)
     names, kinds = positional(call.spec.emit), [str(kind or "") for kind in call.spec.operands]
     args = iter(call.args)
-    given = {name: next(args) for name, kind in zip(names, kinds, strict=True) if kind}
+    args_of = {name: next(args) for name, kind in zip(names, kinds, strict=True) if kind}
     dtypes = dict(zip(names, kinds, strict=True))
     skinny = call.spec.emit is skinny_gemm
-    limit, inputs = FEW if skinny else given["row_limit"], call.op.inputs
+    limit, inputs = FEW if skinny else args_of["row_limit"], call.op.inputs
     assert isinstance(limit, int)
     tokens = FEW if skinny else linear.tokens_of(inputs["x"] if "x" in inputs else inputs["dy"], (0, limit))
     if call.spec.emit is weight_gradient.weight_gradient:
@@ -119,7 +119,7 @@ def _described(call: Call) -> tuple[Gemm, tuple[Operand | None, ...]]:
         shapes = dict.fromkeys(("out", "second", "other"), (tokens, cols))
         shapes |= {"a": (tokens, depth), "bias": (cols,), "weight": (cols, depth) if transposed else (depth, cols)}
     operands = [
-        Operand(name, dtypes[name], shapes[name], given[name] in call.writes) if isinstance(given.get(name), Region) else None
+        Operand(name, dtypes[name], shapes[name], args_of[name] in call.writes) if isinstance(args_of.get(name), Region) else None
         for name in names
     ]
     return sizes, tuple(operands)

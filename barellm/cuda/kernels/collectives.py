@@ -1,4 +1,4 @@
-"""Collectives of ranks on GPUs. Tensors travel by NCCL (`cuda.nccl`); what has arrived is added here, in the order of the ranks."""
+"""Collectives between GPUs. Tensors travel by NCCL (`cuda.nccl`); received gradients are added here, in rank order."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def sum_over_ranks(
     table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, RANK: tl.constexpr, COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y (n) = the sum of the gradients of COUNT ranks, in their order: `own` (n) is that of RANK, others (COUNT - 1, n) the rest.
-    BLOCK elements of one entry of the table for each program."""
+    """y (n) = the sum of the gradients of COUNT ranks, in rank order: `own` (n) is that of RANK, others (COUNT - 1, n) are the
+    received ones. A program does BLOCK elements of one entry of the table."""
     entry, block = find_entry(table, ENTRIES, WIDE)
     n = integer(table, entry, UNITS, ENTRIES) * UNIT
     y = aligned_pointer(table, entry, Y, ENTRIES, tl.float32, UNIT)
@@ -49,14 +49,14 @@ def sum_over_ranks(
 
 
 def sum_unit(op: Any) -> int:
-    """The largest number of elements, up to a vector, that divides the lengths and beginnings of a `SumOverRanks`' operands: a
-    shard may begin anywhere."""
+    """The largest number of elements, up to a vector, that divides the operands' lengths and first elements: shards begin
+    anywhere."""
     return gcd(unit_of(op.own), op.own.first_element, op.y.first_element)
 
 
 @lowering("sum_over_ranks", floats="fp32", spans="own y")
 def lower_sum_over_ranks(op: Any, c: Lowering) -> None:
-    """One launch for the sums of a group of shards."""
+    """Launch sum_over_ranks once for a group of shards."""
     sums: list[Any] = members(op)
     unit = sum_unit(sums[0])
     firsts, programs = first_programs(ceil_div(s.own.size, BLOCK) for s in sums)
@@ -69,7 +69,7 @@ def lower_sum_over_ranks(op: Any, c: Lowering) -> None:
 
 
 def _append_collective(op: Any, c: Lowering, regions: Callable[[Tensor], list[Region]], *, overlapped: bool = False) -> None:
-    """Append the transfer of an op, with the `regions` that travel of each of its operands."""
+    """Append the collective of an op; regions(t): the bytes of operand t that are sent or received."""
     named = {name: regions(t) for name, t in (op.inputs | op.outputs).items()}
     c.launches.append(CollectiveCall(CollectiveSpec(op.name), op, named, overlapped))
 
@@ -86,7 +86,7 @@ def lower_start_all_to_all(op: Any, c: Lowering) -> None:
 
 @lowering("wait_all_to_all", floats="fp32")
 def lower_wait_all_to_all(op: Any, c: Lowering) -> None:
-    """Nothing: the program in which it began has waited for it."""
+    """Launch nothing: the program that started the collective has waited for it."""
 
 
 @lowering("all_gather", floats=f"fp32 {PLANES}", spans="*")

@@ -1,4 +1,5 @@
-"""What kernels of every family share: run-time scalars, how an output is written, the two ways to walk a tensor."""
+"""Device functions and launches that kernels share: run-time scalars, writing an output, indices of a program's elements or
+rows."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ BLOCK = 1024  # elements of one program: 8 for each of 128 threads, 16 or 32 byt
 
 @device
 def store_or_add(to, mask, value, scalars, MODE: tl.constexpr):
-    """Store `value` to the pointers `to`, or add it to what is there, as MODE (kernel.MODES) says: STORE, ADD, or by the run-time
-    scalar `accumulate` ("start")."""
+    """Store `value` to the pointers `to`, or add it to what they point to, by MODE (kernel.MODES): STORE, ADD, or as the run-time
+    scalar `accumulate` says ("start")."""
     if MODE == STORE:
         tl.store(to, value, mask=mask)
     else:
@@ -49,16 +50,15 @@ def scalar_fp64(scalars, AT: tl.constexpr):
 
 @device
 def flat_indices(units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Indices (BLOCK,) i64 of this program's elements, and the mask of those below n = units * UNIT. A factor UNIT makes visible to
-    the compiler that n is a multiple of a vector: of a bare count no masked access would be wider than an element."""
+    """(indices (BLOCK,) i64 of this program's elements, mask of those below n = units * UNIT). The factor UNIT shows the compiler
+    that n is a multiple of a vector: with a bare count no masked access would be wider than an element."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return i, i < units.to(tl.int64) * UNIT
 
 
 @device
 def tile_indices(rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """This program's rows (BR,) i64, columns (BC,), and the mask (BR, BC) of those below `rows` and C. Grid: blocks of rows, of
-    columns."""
+    """(rows (BR,) i64, columns (BC,), mask (BR, BC) of those below `rows` and C). Grid: blocks of rows, of columns."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
     return row, column, (row < rows)[:, None] & (column < C)[None, :]
@@ -90,8 +90,8 @@ def view_strides(**operands: Any) -> dict[str, int | None]:
 
 
 def kernel(*op_names: str, constants: Callable[[Any], dict[str, Any]] = lambda op: {}, **takes: Any) -> Callable[..., Any]:
-    """Register a kernel that is the whole of the ops named, over the elements of their first output (parameter `units`) or over its
-    rows. Its other parameters are the op's (`Lowering.own`), and `constants`. `takes`: as `lowering` has it."""
+    """Register a kernel that is all of the ops named, over the elements of their first output (parameter `units`) or over its rows.
+    Its other parameters are the op's (`Lowering.own`), and `constants`. `takes`: as in `lowering`."""
 
     def register(function: DeviceFunction) -> DeviceFunction:
         walk = elementwise if "units" in function.parameters else rowwise

@@ -1,9 +1,8 @@
-"""What kernels see as fp32 though memory may not be: weights and moments.
+"""Storage formats of weights and moments, which kernels load and store as fp32.
 
 A weight is one array, or two planes p and lo (`program.dtypes`): the bits (hi << 16) + lo of "bf16_i16" (hi is the nearest bf16)
 and "bf16_u16", whose lo is unsigned (hi is truncated), or the nearest fp16 and the fp32 weight of "fp16_fp32". FORMAT: one of
-these, None for one array. A moment is one array, or the 16-bit codes of `program.moments`: fp32 with fewer bits of exponent and
-mantissa."""
+these, None for one array. A moment is one array, or the 16-bit codes of `program.moments`: fp32 with fewer bits."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ def weight_operands(name: str, t: Tensor) -> dict[str, Any]:
 
 
 def weight_columns(params: list[Tensor]) -> dict[str, Any]:
-    """The same of many weights of one dtype, fields `param` and `lo` of a table."""
+    """The columns `param` and `lo` of a table, for many weights of one dtype (`weight_operands` of each)."""
     planes = [weight_operands("param", p) for p in params]
     two = bool(format_of(params[0].dtype).planes)
     lo = column(p["param_lo"] for p in planes) if two else ("i64", [0] * len(params))
@@ -39,20 +38,20 @@ def weight_columns(params: list[Tensor]) -> dict[str, Any]:
 
 
 def weight_constants(t: Tensor) -> dict[str, Any]:
-    """The constant of a kernel that finds weights like `t` in a table: their format, None where they have one plane."""
+    """The constant FORMAT of a kernel whose table has weights like `t`: None where they have one plane."""
     return {"FORMAT": t.dtype if format_of(t.dtype).planes else None}
 
 
 @device
 def weight_pointer(table, entry, PARAM: tl.constexpr, ENTRIES: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr):
-    """A pointer to the first plane, or the fp32 weights, of a tensor whose count of elements is a multiple of UNIT."""
+    """Load from the table a pointer to a weight's first plane, or fp32 array; UNIT divides its number of elements."""
     ONE: tl.constexpr = tl.float32 if FORMAT is None else tl.float16 if FORMAT == "fp16_fp32" else tl.int16
     return aligned_pointer(table, entry, PARAM, ENTRIES, ONE, UNIT)
 
 
 @device
 def lo_pointer(table, entry, LO: tl.constexpr, ENTRIES: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr):
-    """A pointer to the second plane of the same. fp32 begins behind as many fp16, which are half as long."""
+    """Load from the table a pointer to a weight's second plane. Of "fp16_fp32" it begins after as many fp16, of half the size."""
     TWO: tl.constexpr = tl.float32 if FORMAT == "fp16_fp32" else tl.uint16 if FORMAT == "bf16_u16" else tl.int16
     MULTIPLE: tl.constexpr = UNIT if FORMAT != "fp16_fp32" or UNIT == 1 else UNIT // 2
     return aligned_pointer(table, entry, LO, ENTRIES, TWO, MULTIPLE)
@@ -60,7 +59,7 @@ def lo_pointer(table, entry, LO: tl.constexpr, ENTRIES: tl.constexpr, UNIT: tl.c
 
 @device
 def load_weight(p, lo, i, mask):
-    """fp32 values of a weight's elements i; zero off the mask."""
+    """Load fp32 values of a weight's elements i; zero in masked elements."""
     if lo is None:
         return tl.load(p + i, mask=mask, other=0.0)
     elif lo.dtype.element_ty == tl.float32:

@@ -30,13 +30,13 @@ ATTENTION_RATE = 0.4  # of a GEMM's FLOP/s that attention reaches, to tell what 
 
 def problems_of(programs: dict[str, Program], target: Target) -> list[Problem]:
     """The tuning problems of these programs; those that take longest come first."""
-    with tuning.counting() as found:
+    with tuning.counting() as counts:
         lower_and_plan(programs, target)
 
     def seconds(problem: Problem) -> float:
-        return found[problem] * problem.flops / (1.0 if isinstance(problem, GemmProblem) else ATTENTION_RATE)
+        return counts[problem] * problem.flops / (1.0 if isinstance(problem, GemmProblem) else ATTENTION_RATE)
 
-    known = [p for p in found if isinstance(p, AttentionProblem) or p.epilogue in EPILOGUES_BY_KIND[p.operation]]
+    known = [p for p in counts if isinstance(p, AttentionProblem) or p.epilogue in EPILOGUES_BY_KIND[p.operation]]
     return sorted(known, key=seconds, reverse=True)
 
 
@@ -54,7 +54,7 @@ def refined(best: Candidate) -> list[Candidate]:
 
 
 def rivals(problem: Problem, target: Target) -> list[Candidate]:
-    """The candidates that would give other bits than the default."""
+    """The candidates whose results are not bitwise equal to the default's."""
     if isinstance(problem, GemmProblem):
         return []
     return [Candidate(config, other_bits=True) for config in problem.rivals(target.arch)]
@@ -82,11 +82,11 @@ def lowered(problem: Problem, case: Case, candidate: Candidate, target: Target) 
 
 
 def specs_of(problem: Problem, tried: Iterable[Candidate], target: Target) -> dict[Specialisation, str]:
-    """What the child will launch for these candidates."""
-    case, found = case_of(problem), {}
+    """The kernel instances that the child will launch for these candidates."""
+    case, specs = case_of(problem), {}
     for candidate in tried:
-        found |= lowered(problem, case, candidate, target)[1].specs
-    return found
+        specs |= lowered(problem, case, candidate, target)[1].specs
+    return specs
 
 
 def is_timed(problem: Problem, call: Call) -> bool:

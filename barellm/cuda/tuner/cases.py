@@ -1,5 +1,5 @@
-"""The cases that the tuner's harness runs: a program of one op, its operands, and what its result must be, by float64. Operands and
-results are persistent tensors, so that they are written once."""
+"""The cases of the tuner's harness: a program of one op, its operands, and the float64 reference of its result, on sampled rows and
+columns. Operands and results are persistent tensors, so that they are written once."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -32,7 +32,7 @@ Read = Callable[[str, np.ndarray], np.ndarray]  # (output, numbers of rows) -> t
 
 
 class Case(ABC):
-    """`outputs`: name -> columns of its rows. `runs`: the sizes that are tried, the full size last."""
+    """One op to run and to verify. `outputs`: name -> columns of its rows. `runs`: the sizes that are tried, the full size last."""
 
     outputs: dict[str, int]
     runs: list[Sizes]
@@ -43,7 +43,7 @@ class Case(ABC):
         self.worst = 0.0  # error over its bound, of all values looked at
 
     def give(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
-        """A tensor that is there before a run."""
+        """Declare a persistent tensor, which `given` fills before a run."""
         self.store.get(name, shape, dtype, "state")
 
     @cached_property
@@ -61,17 +61,18 @@ class Case(ABC):
 
     @abstractmethod
     def hold(self, read: Read, sizes: Sizes) -> None:
-        """Wrong where a value is off."""
+        """Raise harness.Wrong if a value of a run of these sizes is off. read(output, rows) loads rows of an output."""
 
     def compare(self, name: str, found: np.ndarray, want: np.ndarray, bound: np.ndarray, at: tuple[Any, Any], sizes: Sizes) -> None:
-        """Hold values at these rows and columns against float64."""
+        """Compare values at these (rows, columns) with float64 `want`, and remember the worst error relative to its bound."""
         self.worst = max(self.worst, harness.compare(name, found, want, bound, at, sizes))
 
 
 class GemmCase(Case):
-    """A GEMM with the weight (N, K), by its transposes."""
+    """A GEMM with a weight (N, K), by its transposes, with the problem's epilogue."""
 
     def __init__(self, problem: GemmProblem) -> None:
+        """Declare the operands that this problem's operation and epilogue need."""
         super().__init__("fp32" if problem.dtype == "tf32" else problem.dtype)
         self.problem, kind, tokens = problem, self.compute, problem.tokens
         seq, operation, epilogue = (Dim("batch", 1), Dim("seq", tokens)), problem.operation, problem.epilogue
@@ -93,6 +94,7 @@ class GemmCase(Case):
         self.runs = [Sizes(1, count) for count in sorted({1, min(37, tokens), max(1, tokens - 1), tokens})]
 
     def program(self) -> Program:
+        """The op and what its epilogue fuses, as primitive ops; "tn" writes `out` directly."""
         problem, t = self.problem, self.store.tensors
         p = Program(self.store, compute=self.compute)
         if problem.operation == "tn":
@@ -116,24 +118,25 @@ class GemmCase(Case):
         return self.problem.rows if self.problem.operation == "tn" else sizes.tokens
 
     def hold(self, read: Read, sizes: Sizes) -> None:
+        """Compare with the float64 GEMM and its epilogue; bounds allow for TF32's rounding and tensor cores' truncated sums."""
         problem = self.problem
         rows, cols = at = _sampled(self.rows("out", sizes)), _sampled(problem.cols)
 
-        def of(name: str) -> np.ndarray:
+        def tensor_of(name: str) -> np.ndarray:
             a = self.given[name]
             return a[0, : sizes.seq] if a.ndim == 3 else a
 
         def operand(epilogue: str) -> np.ndarray:
             if epilogue == "bias":
-                return of("bias")[cols]
-            return of("pre" if epilogue in SLOPES else "out" if self.added else epilogue)[np.ix_(*at)]
+                return tensor_of("bias")[cols]
+            return tensor_of("pre" if epilogue in SLOPES else "out" if self.added else epilogue)[np.ix_(*at)]
 
         if problem.operation == "nt":
-            left, right = of("x")[rows], of("weight")[cols].T
+            left, right = tensor_of("x")[rows], tensor_of("weight")[cols].T
         elif problem.operation == "nn":
-            left, right = of("dy")[rows], of("weight")[:, cols]
+            left, right = tensor_of("dy")[rows], tensor_of("weight")[:, cols]
         else:
-            left, right = of("dy")[:, rows].T, of("x")[:, cols]
+            left, right = tensor_of("dy")[:, rows].T, tensor_of("x")[:, cols]
         epilogues = ["bias"] * ("bias" in self.given) + [problem.epilogue] * bool(problem.epilogue)
         results = harness.gemm_reference(left, right, epilogues, operand, SLOPE_ERROR)
         rounded = 2.0**-9 if problem.dtype == "tf32" else 0.0  # of the operands
@@ -147,10 +150,10 @@ class GemmCase(Case):
 
 
 class AttentionCase(Case):
-    """Attention forward, or backward from an `out` and an `lse` that are nearly those of the forward pass, because dqkv is a
-    function of both."""
+    """Attention forward, or backward from nearly the `out` and `lse` of the forward pass, because dqkv is a function of both."""
 
     def __init__(self, problem: AttentionProblem) -> None:
+        """Declare qkv, and for the backward pass out, dout and lse. The sizes tried include one token and partial blocks."""
         super().__init__(problem.dtype)
         self.problem, B, T = problem, Dim("batch", problem.batch), Dim("seq", problem.seq)
         H, D, kind, self.forward = problem.heads, problem.head, problem.dtype, problem.operation == "forward"
@@ -174,6 +177,7 @@ class AttentionCase(Case):
         return found
 
     def program(self) -> Program:
+        """Attention forward, or its gradient with dq, dk and dv as columns of one tensor, as models have it."""
         t = self.store.tensors
         attrs: dict[str, Any] = {"heads": self.problem.heads, "kv_heads": self.kv_heads}
         attrs |= {"rate": RATE if self.problem.dropout else 0.0, "stream": STREAM}
@@ -198,20 +202,22 @@ class AttentionCase(Case):
             self._hold_head(read, sizes, sequence, head)
 
     def _hold_head(self, read: Read, sizes: Sizes, sequence: int, head: int) -> None:
+        """Compare one head of one sequence with float64 attention, on sampled queries (or keys, for dk and dv): for the forward
+        pass out and lse, else the gradients. Error bounds are relative to the sums of the terms' magnitudes."""
         T, D, H, G = sizes.seq, self.problem.head, self.problem.heads, self.kv_heads
-        group, picked = head // (H // G), _sampled(T)
-        queries, keys = (np.arange(T), picked) if self.problem.operation == "keys" else (picked, np.arange(T))
+        group, sampled = head // (H // G), _sampled(T)
+        queries, keys = (np.arange(T), sampled) if self.problem.operation == "keys" else (sampled, np.arange(T))
 
-        def of(name: str) -> np.ndarray:
+        def tensor_of(name: str) -> np.ndarray:
             """(T, heads, D) of this sequence, as a run of these sizes finds it."""
             flat, columns = self.given[name].reshape(-1), self.given[name].shape[-1]
             return flat[sequence * T * columns :][: T * columns].reshape(T, -1, D).astype(np.float64)
 
-        qkv, scale = of("qkv"), 1 / sqrt(D)
+        qkv, scale = tensor_of("qkv"), 1 / sqrt(D)
         k, v = qkv[:, H + group], qkv[:, H + G + group]
 
         def probabilities(h: int, lse: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
-            """One head's probabilities, the log of the sum of each row, and by how much dropout multiplies."""
+            """(probabilities, log-sum-exp of each row, multipliers of dropout) of head h; `lse`: the saved one, None: computed."""
             s = np.where(keys <= queries[:, None], qkv[queries, h] @ k[keys].T * scale, -np.inf)
             top = s.max(1, keepdims=True)
             logs = top + np.log(np.exp(s - top).sum(1, keepdims=True)) if lse is None else lse
@@ -220,17 +226,17 @@ class AttentionCase(Case):
         def compare(name: str, output: str, at: int, want: np.ndarray, size: np.ndarray) -> None:
             """`at`: which D columns of the output's rows."""
             columns = np.arange(D) + at * D
-            found = read(output, sequence * T + picked)[:, columns]
-            self.compare(name, found, want, ATTENTION[self.problem.dtype] * size + EPS, (picked, columns), sizes)
+            got = read(output, sequence * T + sampled)[:, columns]
+            self.compare(name, got, want, ATTENTION[self.problem.dtype] * size + EPS, (sampled, columns), sizes)
 
         if self.forward:
             p, lse, kept = probabilities(head)
             compare("out", "out", head, p * kept @ v, p * kept @ np.abs(v))
-            found = read("lse", (sequence * H + head) * T + picked)
-            self.compare("lse", found, lse, 2.0**-16 * (1 + np.abs(lse)), (picked, [head]), sizes)
+            got = read("lse", (sequence * H + head) * T + sampled)
+            self.compare("lse", got, lse, 2.0**-16 * (1 + np.abs(lse)), (sampled, [head]), sizes)
             return
-        dout, out, lse = of("dout"), of("out"), self.given["lse"].reshape(-1)[sequence * H * T :][: H * T]
-        dk, dk_size, dv, dv_size = np.zeros((4, len(picked), D))
+        dout, out, lse = tensor_of("dout"), tensor_of("out"), self.given["lse"].reshape(-1)[sequence * H * T :][: H * T]
+        dk, dk_size, dv, dv_size = np.zeros((4, len(sampled), D))
         for h in range(group * (H // G), (group + 1) * (H // G)) if self.problem.operation == "keys" else (head,):
             p, _, kept = probabilities(h, lse.reshape(H, T)[h, queries, None].astype(np.float64))
             q, do, delta = qkv[queries, h], dout[queries, h], (dout * out)[queries, h]
@@ -246,6 +252,7 @@ class AttentionCase(Case):
         compare("dv", "dqkv", H + G + group, dv, dv_size)
 
     def _kept(self, queries: np.ndarray, keys: np.ndarray, sequence: int, head: int) -> np.ndarray | float:
+        """The multipliers of dropout, 1 without it."""
         if not self.problem.dropout:
             return 1.0
         rows, sample = queries * self.problem.heads + head, SCALARS["sample"] + sequence

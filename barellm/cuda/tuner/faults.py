@@ -16,8 +16,8 @@ def faulty(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SUBTILES: tl.constexpr, TF32: tl.constexpr,
     A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """The right result, and its first element ("wrong_values") or that of what is read ("writes_beyond") is 1 more; or it "hangs":
-    it never comes back."""
+    """The right GEMM, but "wrong_values" adds 1 to the result's first element, "writes_beyond" to an operand's, "hangs" never
+    ends."""
     if FAULT == "hangs":
         batch = tl.load(scalars, volatile=True)
         while batch > 0:

@@ -23,8 +23,8 @@ MAX_CALLS = 200
 
 
 class Harness(harness.Harness):
-    """One tuning problem on this machine's GPU. `calls`: the most calls of a timed repetition; `sms`: multiprocessors that
-    persistent grids fill, all of the card's unless given. `config`: the default, unless it is the problem's."""
+    """The harness of one tuning problem on this machine's GPU. `calls`: the most calls of a timed repetition; `sms`:
+    multiprocessors that persistent grids fill, 0: all; `config`: the default configuration, None: the problem's."""
 
     def __init__(self, problem: Problem, calls: int = MAX_CALLS, sms: int = 0, config: Any = None) -> None:
         self.problem, self.device, self.max_calls = problem, driver.device(), calls
@@ -37,6 +37,8 @@ class Harness(harness.Harness):
         self.open(config or problem.default(self.target.arch, self.target.sms))
 
     def load(self, candidate: Candidate) -> CudaSession:
+        """Open a session for a candidate. The first one, the default, fills the arena and keeps a copy, `before`; the others must
+        have the same addresses, so that whole arenas can be compared."""
         p, made = lowered(self.problem, self.case, candidate, self.target)
         session = CudaSession({"op": p}, device=self.device, built=made)
         self.sessions.append(session)
@@ -70,10 +72,11 @@ class Harness(harness.Harness):
         return self._first_difference(loaded, self.expected[run]) is not None
 
     def difference(self, loaded: CudaSession, run: Sizes) -> str:
+        """Where the first byte that differs is."""
         return f"first at {self._where(self._first_difference(loaded, self.expected[run]) or 0)}"
 
     def _first_difference(self, loaded: CudaSession, to: driver.DeviceMemory, start: int = 0, stop: int = -1) -> int | None:
-        """The first byte of the arena, of [start, stop), that is not as in a copy of one."""
+        """The first byte in [start, stop) (-1: the end) of the arena that differs from a copy of an arena; None if none does."""
         skipped = loaded.base - loaded.memory.address
         return self.same.first(loaded.memory, to, start, stop if stop >= 0 else to.nbytes, skipped, loaded.stream)
 
@@ -85,6 +88,7 @@ class Harness(harness.Harness):
         return f"byte {at} of the arena"
 
     def verify(self, loaded: CudaSession, run: Sizes) -> None:
+        """Compare the results with the case's reference, and all bytes outside results and scratch with those before the run."""
         low, case = loaded.lowered["op"], self.case
         results = {name: t for name, t in {**loaded.programs["op"].named, **loaded.tensors}.items() if name in case.outputs}
 
@@ -115,6 +119,7 @@ class Harness(harness.Harness):
         return replay_seconds(loaded.context, lambda: self.graphs[loaded].launch(loaded.stream), calls)
 
     def close(self) -> None:
+        """Free graphs, sessions and the copies of arenas, after all launches have ended."""
         for session in self.sessions:
             session.synchronize()
         for graph in self.graphs.values():

@@ -47,6 +47,8 @@ class CudaTuner(decision.Tuner):
         return tuning.to_entry(config)
 
     def _compile_until(self, problem: Problem) -> None:
+        """Compile the candidates of queued problems, until `problem` is among them and there is work for every process. Errors are
+        left to the child process, which meets them again and names the candidate."""
         specs: dict[Specialisation, str] = {}
         processes = step.processes()
         while self.ahead and (len(specs) < 2 * processes or problem not in self.compiled):

@@ -14,7 +14,7 @@ ROW_PAIR = 2  # rows of a tile that are one VNNI pair
 
 
 def round_to_tiles(k: KernelBuilder, g: Geometry, num_keys: Value) -> Value:
-    """How many keys of a block are computed where `num_keys` are seen: on AMX whole tiles."""
+    """How many keys of a block are computed where `num_keys` are visible: AMX computes full tiles."""
     return round_up(k, num_keys, g.rows) if g.tiles else num_keys
 
 
@@ -22,8 +22,8 @@ def for_each_row_pair(
     k: KernelBuilder, g: Geometry, partly_masked: Value, make_mask: Callable[[], LaneMask],
     body: Callable[[Value, LaneMask | None], None],
 ) -> None:  # fmt: skip
-    """body(first row, mask) for each row pair of a tile; the mask is None where all queries see all of the tile: a loop of its own,
-    unless the tile is `partly_masked` (i1)."""
+    """Emit body(first row, mask) for each row pair of a tile. The mask is None in the loop for tiles that all queries see entirely;
+    a tile that is `partly_masked` (i1, at run time) takes a second loop, whose mask is that of make_mask()."""
     with k.when(partly_masked):
         is_visible = make_mask()
         with k.loop(0, g.rows, ROW_PAIR) as r:
@@ -36,24 +36,26 @@ def score_key_block_amx(
     k: KernelBuilder, g: Geometry, s: dict[str, Pointer], transposed: Pointer, begin: Any, num_keys: Value,
     tile_mask: TileMask, capped: Callable[[Value], Value],
 ) -> list[Value]:  # fmt: skip
-    """s["p"] (keys, queries) = the `capped` K Q^T for the packed keys [begin, num_keys) of a block, -infinity where a query does
-    not see a key. Returns the largest of each query (g.vectors vectors)."""
+    """s["p"] (keys, queries) = capped(K Q^T) of the packed keys [begin, num_keys) of a block, -infinity where a query does not see
+    a key. Returns each query's largest score, g.vectors vectors. `transposed`: the packed queries; tile_mask(j): the mask of the
+    tile of keys from j on."""
     top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
     with k.loop(begin, num_keys, g.rows) as j:
         target = s["p"].at(j * g.queries)
         score_tile_amx(k, g, s["k"], j, transposed, target)
 
         def mask_row_pair(r: Value, is_visible: LaneMask | None, target: Pointer = target) -> None:
+            """Cap and mask rows r and r + 1 of the tile in place, and update each query's maximum."""
             for v in range(g.vectors):
                 best = top[v].value
                 for i in range(ROW_PAIR):
-                    at = (r + i) * g.queries + v * g.lanes
-                    score = target.load(at)
+                    offset = (r + i) * g.queries + v * g.lanes
+                    score = target.load(offset)
                     x = capped(score)
                     if is_visible is not None:
                         x = k.select(is_visible(r + i, v), x, float("-inf"))
                     if x is not score:
-                        target.store(x, at)
+                        target.store(x, offset)
                     best = k.max(x, best)
                 top[v].value = best
 

@@ -1,19 +1,18 @@
 """Attention backward (FlashAttention, Dao et al. 2022): probabilities are recomputed from lse, block by block.
 
 Shapes: q, dq, out, dout (B, T, heads * D), keys, values and their gradients (B, T, kv_heads * D), lse, delta (B, heads, T) fp32.
-Rows of q, keys, values and of their gradients have any `strides`. With P = exp(s - lse), M the dropout multipliers and
-delta = sum(dout * out):   dv = (P M)^T dout,   ds = P (M (dout v^T) - delta),   dq = ds k,   dk = ds^T q.
-
-Two schedules give the same bits, for every sum runs over the same blocks in the same order:
+Rows of q, keys, values and of their gradients have any `strides`. With P = exp(s - lse), M the dropout multipliers and delta =
+sum(dout * out):   dv = (P M)^T dout,   ds = P (M (dout v^T) - delta),   dq = ds k,   dk = ds^T q.
 
     one pass     a work item is a head of keys: five GEMMs a block; dq of a whole head accumulates in the thread's scratch
     two passes   a work item is a block of keys (dk, dv), then a block of queries (dq): seven GEMMs, but more parallelism
 
-The run-time shape and the number of threads decide, so that a single long sequence occupies every thread. Windows and documents
-have a schedule of their own (attention_backward_windowed.py), of the same tile operations.
+Both schedules give the same bits, for every sum runs over the same blocks in the same order. The run-time shape and the number of
+threads decide, so that a single long sequence occupies every thread. Windows and documents have a schedule of their own
+(attention_backward_windowed.py), of the same tile operations (`h`, a BackwardHead: attention_backward_tiles.py).
 
-With grouped queries, the heads of queries of a head of keys go one after the other, and its dk and dv are the sums over them: in
-one pass those of all its blocks accumulate in scratch."""
+With grouped queries, the heads of queries of a head of keys are processed in turn, and its dk and dv are the sums over them: in one
+pass those of all its blocks accumulate in scratch."""
 
 from contextlib import nullcontext
 
@@ -30,7 +29,7 @@ SMALL_KEY_BLOCK = 64  # of a work item of two passes, where those of KEY_BLOCK a
 
 
 def attention_delta(k: KernelBuilder, delta, out, dout, *, batch, seq, heads, D, mask_spec) -> None:
-    """delta (B, heads, T) = sum(dout * out) over each head's D channels, of out and dout (B, T, heads * D)."""
+    """delta (B, heads, T) = sum(dout * out) over each head's D channels; out and dout are (B, T, heads * D)."""
     C, T = heads * D, mask_spec.length(k, seq)
     with k.parallel_range(micro.runtime_size(k, batch) * T, 32) as (begin, end), k.loop(begin, end) as token:
         target = delta.at(token // T * (heads * T) + token % T)
@@ -43,7 +42,8 @@ def attention_delta(k: KernelBuilder, delta, out, dout, *, batch, seq, heads, D,
 
 
 def use_one_pass(k: KernelBuilder, items: Value) -> Value:
-    """Whether (i1) `items` heads of keys balance the load so well that one pass of fewer GEMMs is the faster schedule."""
+    """Whether (i1) one pass is the faster schedule for `items` heads of keys: its load imbalance, GEMMs in rounds of as many items
+    as there are threads, costs less than the two more GEMMs of two passes."""
     threads = k.threads
     rounds = (items + (threads - 1)) // threads
     return (rounds * threads * ONE_PASS) <= (items * TWO_PASSES)
@@ -53,30 +53,30 @@ def attention_backward_dkdv(
     k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream,
     *, batch, modes, heads, kv_heads, D, **shape,
 ) -> None:  # fmt: skip
-    """Compute dk and dv, and in one pass also dq. `modes` are those of dq, dk and dv; `strides` of `shape` those of q, k, v, dq,
-    dk, dv. A work item is a head of keys, or one of its blocks of keys, for all heads of queries that share it: of a group of
-    several, dk and dv are cleared by the first and stored by the last."""
+    """Compute dk and dv, and in one pass also dq. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v, dq,
+    dk, dv. `starts`, `stream`: as in attention_forward.attention. A work item is a head of keys, or one of its blocks of keys, for
+    all heads of queries that share it: of a group of several, dk and dv are cleared by the first and stored by the last."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
     T, count = shape["mask_spec"].length(k, shape["seq"]), micro.runtime_size(k, batch) * kv_heads  # heads of keys
     is_one_pass = use_one_pass(k, count)
     enough = count * k.ceil_div(T, micro.KEY_BLOCK) >= k.threads * 4
     step = k.select(is_one_pass | enough, k.int(micro.KEY_BLOCK), SMALL_KEY_BLOCK)
     blocks = k.ceil_div(T, step)
-    keep = [k.keep(mode) for mode in modes]
-    per_head = k.select(is_one_pass, k.int(1), blocks)
+    add = [k.keep(mode) for mode in modes]
+    per_head = k.select(is_one_pass, k.int(1), blocks)  # work items of a head of keys
     group = heads // kv_heads
     with amx.tile_registers(k, micro.Geometry.of(k.isa, q.dtype, D).tiles), k.parallel_for(count * per_head) as item:
-        index, place = item // per_head, item % per_head
+        index, position = item // per_head, item % per_head  # head of keys over all sequences; block of keys
         # The first block is the longest: long and short ones alternate, for a thread's items are adjacent.
-        start = k.select((place & 1).equals(0), place >> 1, per_head - 1 - (place >> 1))
+        start = k.select((position & 1).equals(0), position >> 1, per_head - 1 - (position >> 1))
         stop = k.select(is_one_pass, blocks, start + 1)
-        with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as member:
+        with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as group_index:
             h = BackwardHead(
-                k, operands, index // kv_heads, index % kv_heads * group + member, heads=heads, kv_heads=kv_heads, D=D,
-                **shape,
+                k, operands, index // kv_heads, index % kv_heads * group + group_index,
+                heads=heads, kv_heads=kv_heads, D=D, **shape,
             )  # fmt: skip
             g, s = h.g, h.s
-            first, last = (None, None) if group == 1 else (member.equals(0), member.equals(group - 1))
+            first, last = (None, None) if group == 1 else (group_index.equals(0), group_index.equals(group - 1))
             with k.when(is_one_pass):
                 micro.clear(k, s["dq"], k.ceil_div(T, g.queries) * (g.acc_rows * g.queries))
             with k.loop(start, stop) as block:
@@ -98,22 +98,23 @@ def attention_backward_dkdv(
                     with k.when(is_one_pass):
                         h.add_dq(0, num_keys, s["dq"].at(t * g.acc_rows))
                 with nullcontext() if last is None else k.when(last):
-                    h.store_dkdv(j0, packed_keys, sums[0], sums[1], (keep[1], keep[2]))
+                    h.store_dkdv(j0, packed_keys, sums[0], sums[1], (add[1], add[2]))
             with k.when(is_one_pass), k.loop(0, T, g.queries) as t:
-                h.store_dq(t, s["dq"].at(t * g.acc_rows), keep[0])
+                h.store_dq(t, s["dq"].at(t * g.acc_rows), add[0])
 
 
 def attention_backward_dq(
     k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream,
     *, batch, modes, heads, kv_heads, D, **shape,
 ) -> None:  # fmt: skip
-    """Compute dq, unless one pass did. A work item is a group of queries of a head. Parameters as in `attention_backward_dkdv`."""
+    """Compute dq, unless one pass did: then there are no items. A work item is a group of queries of a head. Parameters as in
+    `attention_backward_dkdv`."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
     T, sequences = shape["mask_spec"].length(k, shape["seq"]), micro.runtime_size(k, batch)
     geometry = micro.Geometry.of(k.isa, q.dtype, D)
     queries = geometry.queries
     blocks = k.ceil_div(T, queries)
-    keep = k.keep(modes[0])
+    add = k.keep(modes[0])
     items = k.select(use_one_pass(k, sequences * kv_heads), k.int(0), sequences * heads * blocks)
     with amx.tile_registers(k, geometry.tiles), k.parallel_for(items) as item:
         index = item // blocks
@@ -129,12 +130,12 @@ def attention_backward_dq(
             num_keys = h.num_keys(j0, packed_keys, t)
             h.probabilities(j0, t, 0, num_keys, shift, deltas, for_dkdv=False)
             h.add_dq(0, num_keys, s["dq"])
-        h.store_dq(t, s["dq"], keep)
+        h.store_dq(t, s["dq"], add)
 
 
 @lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv", also={"starts": "i32"})
 def lower_attention_backward(op: Op, c: Lowering) -> None:
-    """delta first, then the schedule: of one block for short sequences, windowed, or both passes, of which the kernels choose."""
+    """Call delta, then the schedule: one block for short sequences, windowed, or both passes, between which the kernels choose."""
     shape, length = dense_constants(op), op.fold * int(op.out.shape[1])
     shape["strides"] += tuple(t.row_stride for t in (op.dq, op.dk, op.dv))
     modes = tuple(op.modes[name] for name in ("dq", "dk", "dv"))

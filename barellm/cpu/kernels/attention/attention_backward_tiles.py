@@ -1,7 +1,8 @@
 """Tile operations of attention's backward pass, which its schedules share: one head of one sequence, with its blocks in scratch.
 
-Shapes and formulas are those of attention_backward.py, and layouts those of attention_microkernels.py: KEY_BLOCK keys x a group of
-g.queries queries."""
+Shapes and formulas are those of attention_backward.py (P, dS, M = dropout multipliers), layouts and parameters those of
+attention_microkernels.py: `g`, the geometry; `s`, scratch blocks by name; `t`, the first query of a group of g.queries; `j0`, the
+first key of a block of KEY_BLOCK; `j`, a key's row in it. Scores, P and dS are transposed, (keys, queries)."""
 
 from collections.abc import Callable
 from math import e as E
@@ -14,8 +15,8 @@ from barellm.cpu.kernels.attention import attention_microkernels as micro
 
 
 def scratch_units(g: micro.Geometry, rate: float, length: int, *, shared: bool, bounded: bool, capped: bool) -> dict[str, int]:
-    """The blocks of scratch, in units. `length` is the number of queries whose dq accumulates there. With grouped queries
-    (`shared`), it is also the number of keys whose dk and dv do."""
+    """Sizes of the blocks in scratch, in 32-bit units. `length`: queries whose dq accumulates there, and with grouped queries
+    (`shared`) also keys whose dk and dv do. `rate` of dropout; `bounded`: windows or documents; `capped`: softcap."""
     kv_length = round_up_to(length, micro.KEY_BLOCK) if shared else micro.KEY_BLOCK
     return {
         "rows": g.rows_units(g.queries),
@@ -49,7 +50,7 @@ Operands = tuple[Any, ...]  # q, keys, values, their gradients, dout, lse, delta
 
 
 class BackwardHead:
-    """One head of one sequence: its rows in memory, and its blocks in scratch."""
+    """One head of one sequence: its rows in memory, its blocks in scratch, and the steps of the backward pass on them."""
 
     def __init__(
         self, k: KernelBuilder, operands: Operands, sequence: Value, head: Value,
@@ -84,7 +85,7 @@ class BackwardHead:
         return scratch_units(self.g, rate, length, **shape)
 
     def pack_keys(self, j0: Value, max_keys: Any = micro.KEY_BLOCK) -> Value:
-        """Pack K and V from key j0 on as rows; returns how many there are, `max_keys` at most."""
+        """Pack K and V of `max_keys` keys from j0 on as rows. Returns how many there are: fewer at the sequence's end."""
         k, g, s = self.k, self.g, self.s
         count = k.min(self.T - j0, max_keys)
         micro.pack_tile(k, g, self.keys.start(j0), count, micro.round_up(k, count, g.rows), s["k_rows"])
@@ -92,17 +93,17 @@ class BackwardHead:
         return count
 
     def first_query(self, j0: Value) -> Any:
-        """The first group of queries that sees a key from j0 on."""
+        """The first group of queries that sees a key from j0 on: its first query, rounded down to a group."""
         return j0 // self.g.queries * self.g.queries if self.length is None else 0
 
     def num_keys(self, j0: Value, count: Value, t: Value) -> Value:
-        """How many of the `count` keys from j0 on the group of queries from t on computes."""
+        """How many of the `count` keys from j0 on are computed for the group of queries from t on (causal)."""
         num_keys = self.k.min(count, t + self.g.queries - j0) if self.length is None else count
         return attention_amx.round_to_tiles(self.k, self.g, num_keys)
 
     def pack_queries(self, t: Value, *, vnni: bool) -> tuple[list[Value], list[Value]]:
-        """Pack Q and dO of the group of queries from t on, transposed and with `vnni` also as VNNI pairs. Returns, a lane a query,
-        -lse log2(e) (what exponents are shifted by) and delta."""
+        """Pack Q and dO of the group of queries from t on, transposed, and with `vnni` also as VNNI pairs. Returns (-lse log2(e),
+        by which the exponents are shifted; delta), each g.vectors vectors with a lane for each query."""
         k, g, s = self.k, self.g, self.s
         count = k.min(self.T - t, g.queries)
         for source, name in ((self.q, "q"), (self.dout, "do")):
@@ -116,7 +117,7 @@ class BackwardHead:
         return shift, [self.delta.load(t + v * g.lanes, mask) for v, mask in enumerate(masks)]
 
     def key_bounds(self, t: Value) -> micro.KeyBounds | None:
-        """The key bounds of the queries from t on, where they have any."""
+        """The key bounds of the queries from t on; None without windows and documents."""
         if self.key_range is None:
             return None
         first_keys = self.s["first_keys"].as_dtype("i32")
@@ -129,7 +130,7 @@ class BackwardHead:
     ) -> None:  # fmt: skip
         """P and dS of the packed keys [begin, num_keys) of the block from key j0 on and the group of queries from t on, where P =
         exp(S - lse) and dS = P (M dP - delta), with a softcap times its slope: s["ds_vnni"] = dS in units along the keys;
-        `for_dkdv` also s["p"] = P M and s["ds"] = dS in units along the queries. `shift` and `delta` from `pack_queries`."""
+        `for_dkdv` also s["p"] = P M and s["ds"] = dS in units along the queries. `shift`, `delta`: see `pack_queries`."""
         k, g, s = self.k, self.g, self.s
         per_row = g.queries // g.pair
         if self.rate:
@@ -144,15 +145,15 @@ class BackwardHead:
             for r in range(g.rows):
                 p = [s["p_tile"].load(r * g.queries + v * g.lanes) for v in range(g.vectors)]
                 if self.rate:
-                    keep = [s["keep"].at((j + r) * g.queries).load(v * g.lanes) for v in range(g.vectors)]
-                    kept, dp[r] = ([x * m for x, m in zip(row, keep, strict=True)] for row in (p, dp[r]))
+                    multipliers = [s["keep"].at((j + r) * g.queries).load(v * g.lanes) for v in range(g.vectors)]
+                    dropped_p, dp[r] = ([x * m for x, m in zip(row, multipliers, strict=True)] for row in (p, dp[r]))
                 else:
-                    kept = p
+                    dropped_p = p
                 ds.append([x * (y - d) for x, y, d in zip(p, dp[r], delta, strict=True)])
                 if self.mask_spec.softcap:
                     ds[r] = [x * s["slope_tile"].load(r * g.queries + v * g.lanes) for v, x in enumerate(ds[r])]
                 if for_dkdv:
-                    micro.store_units(k, g, s["p"].at((j + r) * per_row), kept)
+                    micro.store_units(k, g, s["p"].at((j + r) * per_row), dropped_p)
                 if for_dkdv or g.pair == 1:
                     micro.store_units(k, g, s["ds"].at((j + r) * per_row), ds[r])
             if g.pair == 2:
@@ -166,7 +167,7 @@ class BackwardHead:
         self, j0: Value, t: Value, begin: Any, num_keys: Value, shift: list[Value], delta: list[Value],
         *, for_dkdv: bool, key_bounds: micro.KeyBounds | None,
     ) -> None:  # fmt: skip
-        """`probabilities` on AMX, whose tiles lie in memory: two rows, a VNNI pair along the keys, at a time."""
+        """`probabilities` with AMX, which leaves tiles in memory: two rows, a VNNI pair along the keys, at a time."""
         k, g, s = self.k, self.g, self.s
         per_row = g.queries // g.pair
         with k.loop(begin, num_keys, g.rows) as j:
@@ -174,26 +175,26 @@ class BackwardHead:
             micro.score_tile_amx(k, g, s["v_rows"], j, s["do_transposed"], s["dp_tile"])
 
             def row_pair(r: Value, is_visible: micro.LaneMask | None, j: Value = j) -> None:
-                """P and dS of keys j + r and j + r + 1, rows r and r + 1 of the tiles."""
+                """P and dS of keys j + r and j + r + 1, rows r and r + 1 of the tiles; is_visible: the mask, None: all visible."""
                 ds: list[list[Value]] = []
                 for i in (r, r + 1):
-                    at = i * g.queries
+                    row_offset = i * g.queries
                     p, scores = [], []
                     for v in range(g.vectors):
-                        scores.append(self.mask_spec.capped(k, s["p_tile"].load(at + v * g.lanes), g.D))
+                        scores.append(self.mask_spec.capped(k, s["p_tile"].load(row_offset + v * g.lanes), g.D))
                         p.append(micro.exp2_nonpositive(k, g, k.fma(scores[v], self.softmax_scale_log2, shift[v])))
                     if is_visible is not None:
                         p = [k.select(is_visible(i, v), x, 0.0) for v, x in enumerate(p)]
-                    dp = [s["dp_tile"].load(at + v * g.lanes) for v in range(g.vectors)]
-                    kept = p
+                    dp = [s["dp_tile"].load(row_offset + v * g.lanes) for v in range(g.vectors)]
+                    dropped_p = p
                     if self.rate:
-                        keep = [s["keep"].at((j + i) * g.queries).load(v * g.lanes) for v in range(g.vectors)]
-                        kept, dp = ([x * m for x, m in zip(row, keep, strict=True)] for row in (p, dp))
+                        multipliers = [s["keep"].at((j + i) * g.queries).load(v * g.lanes) for v in range(g.vectors)]
+                        dropped_p, dp = ([x * m for x, m in zip(row, multipliers, strict=True)] for row in (p, dp))
                     ds.append([x * (y - d) for x, y, d in zip(p, dp, delta, strict=True)])
                     if self.mask_spec.softcap:
                         ds[-1] = [x * (1.0 - y * y) for x, y in zip(ds[-1], scores, strict=True)]
                     if for_dkdv:
-                        micro.store_units(k, g, s["p"].at((j + i) * per_row), kept)
+                        micro.store_units(k, g, s["p"].at((j + i) * per_row), dropped_p)
                         micro.store_units(k, g, s["ds"].at((j + i) * per_row), ds[-1])
                 for v in range(g.vectors):
                     vnni = micro.pack_units(k, g, ds[0][v], ds[1][v])
@@ -203,7 +204,7 @@ class BackwardHead:
 
     def _probability_tile(self, j: Value, key: Value, t: Value, shift: list[Value], key_bounds: micro.KeyBounds | None) -> None:
         """s["p_tile"] [g.rows][g.queries] = P of the tile from packed row j on, whose first key is `key`; 0 where masked. With a
-        softcap s["slope_tile"] is its slope."""
+        softcap s["slope_tile"] = its derivative, 1 - tanh^2."""
         k, g, softmax_scale_log2 = self.k, self.g, self.softmax_scale_log2
 
         def store_tile(values: list[list[Value]], name: str = "p_tile") -> None:
@@ -219,44 +220,43 @@ class BackwardHead:
 
         partly_masked, make_mask = self.tile_mask(key, t, key_bounds)
         with k.when(partly_masked):
-            sees = make_mask()
-            store_tile([[k.select(sees(r, v), x, 0.0) for v, x in enumerate(row)] for r, row in enumerate(p)])
+            is_visible = make_mask()
+            store_tile([[k.select(is_visible(r, v), x, 0.0) for v, x in enumerate(row)] for r, row in enumerate(p)])
         with k.otherwise(partly_masked):
             store_tile(p)
 
     def start(self, j: Value) -> list[list[Value]] | None:
-        """The initial accumulator of the score tile from row j on: a position bias."""
+        """The initial accumulator of the score tile from row j on, for a position bias; None: zero."""
         return None
 
     def record_ds(self, j: Value, ds: list[list[Value]]) -> None:
-        """A hook for dS of the tile from row j on."""
+        """Called with dS of the tile from row j on; a subclass may keep it."""
 
     def tile_mask(self, key: Value, t: Value, key_bounds: micro.KeyBounds | None) -> tuple[Value, Callable[[], micro.LaneMask]]:
         """`micro.tile_mask` of the tile of keys from `key` on and the group."""
         return micro.tile_mask(self.k, self.g, t, key_bounds, self.length, None, key)
 
     def add_dkdv(self, begin: Any, num_keys: Value, dk: Pointer, dv: Pointer) -> None:
-        """dv += (P M)^T dO and dk, before scaling, += dS^T Q for the keys [begin, num_keys) of a block, over the group's
-        queries."""
+        """dv += (P M)^T dO and dk, before scaling, += dS^T Q for keys [begin, num_keys) of a block and the group."""
         k, g, s = self.k, self.g, self.s
         micro.accumulate_rows(k, g, dv, s["p"], s["do"], begin, num_keys)
         micro.accumulate_rows(k, g, dk, s["ds"], s["q"], begin, num_keys)
 
-    def store_dkdv(self, j0: Value, count: Value, dk: Pointer, dv: Pointer, keep: tuple[Value | None, ...]) -> None:
-        """Write dk and dv of `count` keys from j0 on; `keep`: where they are added to, of dk and of dv."""
+    def store_dkdv(self, j0: Value, count: Value, dk: Pointer, dv: Pointer, add: tuple[Value | None, ...]) -> None:
+        """Write dk and dv of `count` keys from j0 on, dk scaled; `add` (of dk, of dv): whether (i1) to add, None: no."""
         k, g = self.k, self.g
-        micro.unpack_tile(k, g, dv, count, self.dv.start(j0), 1.0, keep[1])
-        micro.unpack_tile(k, g, dk, count, self.dk.start(j0), self.score_scale, keep[0])
+        micro.unpack_tile(k, g, dv, count, self.dv.start(j0), 1.0, add[1])
+        micro.unpack_tile(k, g, dk, count, self.dk.start(j0), self.score_scale, add[0])
 
     def add_dq(self, begin: Any, num_keys: Value, acc: Pointer) -> None:
-        """acc, dQ^T of a group of queries before scaling, += K^T dS^T over the keys [begin, num_keys) of a block."""
+        """acc += K^T dS^T, which is dQ^T of a group of queries before scaling, over the keys [begin, num_keys) of a block."""
         g, s = self.g, self.s
         keys, ds = (s["k"], s["ds_vnni"]) if g.pair == 2 else (s["k_rows"], s["ds"])
         micro.accumulate_transposed(self.k, g, acc, keys, ds, begin, num_keys)
 
-    def store_dq(self, t: Value, acc: Pointer, keep: Value | None) -> None:
-        """Write dq of the group of queries from t on, scaled, or add it where `keep`."""
+    def store_dq(self, t: Value, acc: Pointer, add: Value | None) -> None:
+        """Write dq of the group of queries from t on, scaled; `add`: whether (i1) to add it to what is stored, None: no."""
         k, g, s = self.k, self.g, self.s
         scale = [k.to(self.score_scale, k.vec)] * g.vectors
         micro.transpose_accumulator(k, g, acc, s["out"], scale)
-        micro.unpack_tile(k, g, s["out"], k.min(self.T - t, g.queries), self.dq.start(t), 1.0, keep)
+        micro.unpack_tile(k, g, s["out"], k.min(self.T - t, g.queries), self.dq.start(t), 1.0, add)

@@ -23,7 +23,8 @@ INNER_COST, BORDER_COST = 5, 1  # GEMMs of a block pair in a chunk, and what a p
 
 
 def select_chunk_count(k: KernelBuilder, heads: Value, blocks: Value, mask_spec: MaskSpec) -> Value:
-    """The number of chunks of a sequence of `blocks` with the shortest makespan on these threads, which share `heads`."""
+    """The number of chunks of a sequence of `blocks` key blocks with the shortest makespan, estimated in GEMMs, on these threads,
+    which share `heads` heads of keys."""
     min_chunks = k.ceil_div(blocks, CHUNK // KEY_BLOCK)
     window = blocks if mask_spec.window is None else k.min(mask_spec.keys_before(k) // KEY_BLOCK + 1, blocks)
     best, shortest = k.max(min_chunks, 1), k.int(1 << 62)
@@ -40,7 +41,8 @@ def attention_backward_windowed(
     k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream,
     *, batch, seq, modes, heads, kv_heads, D, mask_spec, **shape,
 ) -> None:  # fmt: skip
-    """Compute dq, dk and dv. `modes` are those of dq, dk and dv; `strides` of `shape` those of q, k, v, dq, dk, dv."""
+    """Compute dq, dk and dv. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v, dq, dk, dv. `starts`: the
+    first position of each token's document, None: no documents; `stream`: dropout's random stream."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
     size_constants: dict[str, Any] = {
         "seq": seq, "heads": heads, "kv_heads": kv_heads, "D": D, "mask_spec": mask_spec, **shape,
@@ -49,7 +51,7 @@ def attention_backward_windowed(
     blocks = k.ceil_div(T, KEY_BLOCK)
     num_chunks = select_chunk_count(k, count, blocks, mask_spec)
     chunk_blocks, group = k.ceil_div(blocks, num_chunks), heads // kv_heads
-    keep = [k.keep(mode) for mode in modes]
+    add = [k.keep(mode) for mode in modes]
     with (
         amx.tile_registers(k, Geometry.of(k.isa, q.dtype, D).tiles),
         k.parallel_for(count * k.ceil_div(blocks, chunk_blocks)) as item,
@@ -57,45 +59,45 @@ def attention_backward_windowed(
         per_head = k.ceil_div(blocks, chunk_blocks)
         index, first_block = item // per_head, item % per_head * chunk_blocks  # a head of keys, the chunk's first block
         first, stop = first_block * KEY_BLOCK, k.min((first_block + chunk_blocks) * KEY_BLOCK, T)
-        with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as member:
-            h = BackwardHead(k, operands, index // kv_heads, index % kv_heads * group + member, **size_constants)
-            is_first, is_last = (None, None) if group == 1 else (member.equals(0), member.equals(group - 1))
-            add_chunk(k, h, first_block, first, stop, is_first, is_last, (keep[1], keep[2]))
+        with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as group_index:
+            h = BackwardHead(k, operands, index // kv_heads, index % kv_heads * group + group_index, **size_constants)
+            is_first, is_last = (None, None) if group == 1 else (group_index.equals(0), group_index.equals(group - 1))
+            add_chunk(k, h, first_block, first, stop, is_first, is_last, (add[1], add[2]))
             with k.loop(first, stop, h.g.queries) as t:
-                h.store_dq(t, h.s["dq"].at((t - first) * h.g.acc_rows), keep[0])
+                h.store_dq(t, h.s["dq"].at((t - first) * h.g.acc_rows), add[0])
 
 
 def add_chunk(
     k: KernelBuilder, h: BackwardHead, first_block: Value, first: Value, stop: Value, is_first: Value | None,
-    is_last: Value | None, keep: Any,
+    is_last: Value | None, add: Any,
 ) -> None:  # fmt: skip
-    """Add the gradients of one head of queries and one chunk: dq of the queries [first, stop) accumulates in scratch; dk and dv of
-    the key blocks from `first_block` on, which the chunk owns, are cleared by the first head of a group and stored by the last, in
-    mode `keep` (`is_first`, `is_last`: i1, None for a group of one). Keys before the chunk, which its queries see, only give dq;
-    queries behind it, which see its keys, only dk and dv."""
+    """Add the gradients of one head `h` of queries and one chunk: dq of the queries [first, stop) accumulates in scratch; dk and dv
+    of the key blocks from `first_block` on, which belong to the chunk, are cleared by the first head of a group and stored by the
+    last, or added where `add` (of dk, of dv) is true. `is_first`, `is_last`: i1, None for a group of one. Keys before the chunk,
+    which its queries see, only give dq; queries behind it, which see its keys, only dk and dv."""
     g, s = h.g, h.s
     assert h.key_range is not None
     clear(k, s["dq"], k.ceil_div(stop - first, g.queries) * (g.acc_rows * g.queries))
     with k.loop(h.key_range.first_key(k, first) // KEY_BLOCK, k.ceil_div(stop, KEY_BLOCK)) as block:
-        j0, is_own = block * KEY_BLOCK, block >= first_block
+        j0, in_chunk = block * KEY_BLOCK, block >= first_block
         count = h.pack_keys(j0)
         pack_left(k, g, s["k_rows"], count, s["k"])
-        offset = k.select(is_own, block - first_block, 0) * (KEY_BLOCK * g.padded_D)
+        offset = k.select(in_chunk, block - first_block, 0) * (KEY_BLOCK * g.padded_D)
         dk, dv = (s[name] if is_first is None else s[name].at(offset) for name in ("dk", "dv"))
-        with k.when(is_own if is_first is None else is_own & is_first):
+        with k.when(in_chunk if is_first is None else in_chunk & is_first):
             for acc in (dk, dv):
                 clear(k, acc, round_up(k, count, g.rows) * g.padded_D)
         last = h.key_range.query_end(k, j0 + count - 1)
-        last = k.select(is_own, last, k.min(last, stop))
+        last = k.select(in_chunk, last, k.min(last, stop))
         with k.loop(k.max(j0, first), last, g.queries) as t:
             key_bounds = h.key_bounds(t)
             assert key_bounds is not None
             begin, num_keys = key_bounds.first_row(k, g, j0), h.num_keys(j0, count, t)
             shift, deltas = h.pack_queries(t, vnni=True)
             h.probabilities(j0, t, begin, num_keys, shift, deltas, for_dkdv=True, key_bounds=key_bounds)
-            with k.when(is_own):
+            with k.when(in_chunk):
                 h.add_dkdv(begin, num_keys, dk, dv)
             with k.when(t < stop):
                 h.add_dq(begin, num_keys, s["dq"].at((t - first) * g.acc_rows))
-        with k.when(is_own if is_last is None else is_own & is_last):
-            h.store_dkdv(j0, count, dk, dv, keep)
+        with k.when(in_chunk if is_last is None else in_chunk & is_last):
+            h.store_dkdv(j0, count, dk, dv, add)

@@ -1,15 +1,19 @@
 """Attention forward, for training and with a KV cache: blocked, with online softmax (FlashAttention).
 
 Shapes: q, out (B, T, heads * D), keys and values (B, T, kv_heads * D), lse (B, heads, T); caches (B, maxT, kv_heads * D). Rows of
-q, keys and values have any `strides`. A work item is a block of queries of one head; it loops over blocks of KEY_BLOCK keys,
-packs K and V of each to scratch (L1/L2), and keeps the running maximum and sum of each query in lanes (Milakov and Gimelshein
-2018, Dao et al. 2022). Blocks that the mask excludes (causal, window, document) are skipped."""
+q, keys and values have any `strides`, in elements. A work item is a block of queries of one head; it loops over blocks of KEY_BLOCK
+keys, packs K and V of each to scratch (L1/L2), and keeps the running maximum and sum of each query in lanes (Milakov and Gimelshein
+2018, Dao et al. 2022). Blocks that the mask excludes (causal, window, document) are skipped.
+
+Common parameters (attention_microkernels.py): `g`, the geometry of tiles; `s`, the blocks in the thread's scratch by name; `t`, the
+first query of a group of g.queries, which fill the lanes of g.vectors vectors; `group`, the index of a group in its work item;
+`j0`, the first key of a block; `j`, a key's index in its block. Scores are transposed, (keys, queries); softmax_scale_log2 = scale
+* log2(e), as exponentials are powers of 2. `mask_spec`: what of the mask is known at compile time (attention_mask.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from math import e, log2
 from typing import Any
@@ -17,22 +21,23 @@ from typing import Any
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering
 from barellm.cpu.kernels.attention import attention_microkernels as micro
 from barellm.cpu.kernels.attention.attention_amx import round_to_tiles, score_key_block_amx
-from barellm.cpu.kernels.attention.attention_mask import PLAIN, KeyRange, MaskSpec, dense_constants
+from barellm.cpu.kernels.attention.attention_mask import LOWEST, PLAIN, KeyRange, MaskSpec, dense_constants
+from barellm.cpu.kernels.attention.attention_one_query_exact import attend_one_query_exactly, one_query_units
 from barellm.cpu.kernels.attention.attention_single_block import attention_single_block, fits_single_block, forward_units
 from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.lang.vector import ln, tanh, transpose
+from barellm.cpu.lang.vector import ln, tanh
 
-LOWEST = -1e30  # initial maximum where a query's first block may be fully masked (-inf - -inf would be NaN)
 QUERY_BLOCK = 128  # queries that share the packing of keys and values, where that leaves enough work items
 
 
 def groups_per_block(g: micro.Geometry) -> int:
-    """Register-wide groups of queries in a work item."""
+    """Groups of queries in a large work item."""
     return max(1, QUERY_BLOCK // g.queries)
 
 
 def select_query_block(k: KernelBuilder, g: micro.Geometry, count: Value, T: Value) -> tuple[Value, Value]:
-    """(queries of a work item, work items of a head) for `count` heads. No bit of the result depends on it."""
+    """(queries of a work item, work items of a head), given `count` heads of all sequences: large items share the packing of K and
+    V, small ones balance the load. No bit of the result depends on it."""
     large = groups_per_block(g) * g.queries
     enough = (count * k.ceil_div(T, large)) >= (k.threads * 4)
     block = k.select(enough, k.int(large), k.int(g.queries))
@@ -40,7 +45,7 @@ def select_query_block(k: KernelBuilder, g: micro.Geometry, count: Value, T: Val
 
 
 def scratch_units(g: micro.Geometry, rate: float = 0.0, bounded: bool = False) -> dict[str, int]:
-    """Sizes in units of the blocks of scratch. `rate` of dropout; `bounded`: the mask has windows or documents."""
+    """Sizes of the blocks in scratch, in 32-bit units. `rate` of dropout; `bounded`: the mask has windows or documents."""
     n = groups_per_block(g)
     return {
         "q_rows": g.rows_units(g.queries),
@@ -64,13 +69,14 @@ def attend_queries(
     mask_spec: MaskSpec = PLAIN, key_range: KeyRange | None = None, length: Value | None = None, cached: bool = False,
 ) -> None:  # fmt: skip
     """A work item: out and lse of the queries [first, last) of one head of one sequence; query t is at position pos + t. Rows of q,
-    keys, values, out and lse (None: not wanted) begin at token 0. `head`, `sample_key` are for `dropout`; `key_range`: the keys
-    that windows or documents leave; `length`: the number of keys of full attention, None: causal; `cached`: `pos` may be > 0."""
+    keys, values, out and lse (None: not stored) begin at token 0. `head` and `sample_key` choose the random bits of `dropout`;
+    `key_range`: the keys that windows or documents leave; `length`: the number of keys of full attention, None: causal; `cached`:
+    `pos` may be > 0."""
     s = micro.blocks_of(k, scratch_units(g, dropout.rate if dropout else 0.0, key_range is not None))
     softmax_scale, softmax_scale_log2 = mask_spec.softmax_scale(k, g.D), mask_spec.softmax_scale_log2(k, g.D)
     first_keys, capped = s["first_keys"].as_dtype("i32"), partial(mask_spec.capped, k, D=g.D)
 
-    def at(t: Value) -> Value:
+    def position_of(t: Value) -> Value:
         """The position of query t."""
         return pos + t if cached else t
 
@@ -78,10 +84,10 @@ def attend_queries(
         group = (t - first) // g.queries
         init_softmax(k, g, s, q, t, last, group, LOWEST if key_range else float("-inf"))
         if key_range:
-            key_range.store_first_keys(k, g, at(t), first_keys.at(group * g.queries))
+            key_range.store_first_keys(k, g, position_of(t), first_keys.at(group * g.queries))
 
     end = pos + last if length is None else length
-    with k.loop(key_range.first_key(k, at(first)) & -micro.KEY_BLOCK if key_range else 0, end, micro.KEY_BLOCK) as j0:
+    with k.loop(key_range.first_key(k, position_of(first)) & -micro.KEY_BLOCK if key_range else 0, end, micro.KEY_BLOCK) as j0:
         count = k.min(end - j0, micro.KEY_BLOCK)
         micro.pack_tile(k, g, keys.start(j0), count, micro.round_up(k, count, g.rows), s["k"])
         micro.pack_tile(k, g, values.start(j0), count, micro.round_up(k, count, g.rows), s["v_rows"])
@@ -91,7 +97,7 @@ def attend_queries(
             stop = pos + k.min(t + g.queries, last) if length is None else length
             num_keys = round_to_tiles(k, g, k.min(stop - j0, micro.KEY_BLOCK))
             group = (t - first) // g.queries
-            key_bounds = key_range.bounds_of(k, g, at(t), first_keys.at(group * g.queries)) if key_range else None
+            key_bounds = key_range.bounds_of(k, g, position_of(t), first_keys.at(group * g.queries)) if key_range else None
             begin = key_bounds.first_row(k, g, j0) if key_bounds else 0
             with k.when(num_keys > begin):
                 fill = dropout and partial(dropout.fill, k, g, s["keep"], sample_key, head, t, j0, num_keys)
@@ -105,8 +111,8 @@ def attend_queries(
 def init_softmax(
     k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], q: micro.Rows, t: Value, last: Value, group: Value, lowest: float
 ) -> None:
-    """Pack the group of queries from t on, number `group` of its work item; clear its accumulators and sums, and set the maxima to
-    `lowest`. Queries end at `last`."""
+    """Pack the group of queries from t on, of which those before `last` exist; clear its accumulators, set its maxima to
+    `lowest`."""
     micro.pack_tile(k, g, q.start(t), k.min(last - t, g.queries), g.queries, s["q_rows"])
     micro.transpose_tile(k, g, s["q_rows"], s["q"].at(group * g.transposed_units))
     micro.clear(k, s["acc"].at(group * g.accumulator_units()), g.acc_rows * g.queries)
@@ -121,9 +127,9 @@ def online_softmax_step(
     capped: Capped = lambda x: x,
 ) -> None:  # fmt: skip
     """Add the packed keys [begin, num_keys) of a block to the softmax of a group of queries: m' = max(m, scores), alpha = exp(m -
-    m'), sum = alpha sum + p, acc = alpha acc + V^T p. `v_block`: the packed values; `fill()` writes the multipliers of dropout to
-    s["keep"]; start(j) gives what the scores of the tile from key j on begin with (a position bias); `capped`: of a vector of
-    scores what the softmax is made of."""
+    m'), sum = alpha sum + p, acc = alpha acc + V^T p. `v_block`: the packed values. tile_mask(j): the mask of the tile of keys from
+    j on. fill() writes the multipliers of dropout to s["keep"]; start(j) is the initial accumulator of that tile's scores (a
+    position bias), None: zero; `capped` is applied to scores before the softmax (softcap)."""
     stats = s["stats"].at(group * (2 * g.queries))
     transposed, acc = s["q"].at(group * g.transposed_units), s["acc"].at(group * g.accumulator_units())
     for v, top in enumerate(score_key_block(k, g, s, transposed, begin, num_keys, tile_mask, start, capped)):
@@ -142,8 +148,8 @@ def finish_softmax(
     k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], out: micro.Rows, lse: Pointer | None, t: Value, last: Value, group:
     Value, softmax_scale: Any,
 ) -> None:  # fmt: skip
-    """out = acc / sum and lse = maximum * softmax_scale + ln(sum) of the group of queries from t on, number `group` of its work
-    item, of which those before `last` exist."""
+    """Write out = acc / sum and lse = maximum * softmax_scale + ln(sum) of the group of queries from t on, of which those before
+    `last` exist; lse None: not stored."""
     stats = s["stats"].at(group * (2 * g.queries))
     count = k.min(last - t, g.queries)
     total = [stats.load(g.queries + v * g.lanes) for v in range(g.vectors)]
@@ -163,9 +169,9 @@ def score_key_block(
     k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], transposed: Pointer, begin: Any, num_keys: Value, tile_mask:
     micro.TileMask, start: Start | None, capped: Capped,
 ) -> list[Value]:  # fmt: skip
-    """s["p"] (keys, queries) = the capped K Q^T for the packed keys [begin, num_keys) of a block, -infinity where a query does not
-    see a key. Returns the largest of each query (g.vectors vectors). `start`, `capped` as in `online_softmax_step`: None or
-    start(j) is the initial tile."""
+    """s["p"] (keys, queries) = capped(K Q^T) of the packed keys [begin, num_keys) of a block, -infinity where a query does not see
+    a key. Returns each query's largest score, g.vectors vectors. `transposed`: the packed queries; the other parameters are as in
+    `online_softmax_step`."""
     if g.tiles:
         assert start is None
         return score_key_block_amx(k, g, s, transposed, begin, num_keys, tile_mask, capped)
@@ -175,6 +181,7 @@ def score_key_block(
         target = s["p"].at(j * g.queries)
 
         def store_scores(values: list[list[Value]], target: Pointer = target) -> None:
+            """Store the scores of a tile and update each query's maximum."""
             for v in range(g.vectors):
                 best = top[v].value
                 for r, row in enumerate(values):
@@ -184,8 +191,8 @@ def score_key_block(
 
         partly_masked, make_mask = tile_mask(j)
         with k.when(partly_masked):
-            sees = make_mask()
-            masked = [[k.select(sees(r, v), x, float("-inf")) for v, x in enumerate(row)] for r, row in enumerate(tile)]
+            is_visible = make_mask()
+            masked = [[k.select(is_visible(r, v), x, float("-inf")) for v, x in enumerate(row)] for r, row in enumerate(tile)]
             store_scores(masked)
         with k.otherwise(partly_masked):
             store_scores(tile)
@@ -196,8 +203,9 @@ def probabilities(
     k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], stats: Pointer, softmax_scale_log2: Any, begin: Any,
     num_keys: Value, dropout: bool,
 ) -> None:  # fmt: skip
-    """s["p"] = exp2((scores - maximum) * softmax_scale_log2) of the keys [begin, num_keys), in place, as units along the keys; with
-    `dropout` times s["keep"]. `stats` [maximum, sum][g.queries]: sum = alpha * sum + the probabilities before dropout."""
+    """s["p"] = exp2((scores - maximum) * softmax_scale_log2) of the keys [begin, num_keys), in place, packed as units along the
+    keys; with `dropout` times s["keep"]. `stats` [maximum, sum][g.queries]: sum = alpha * sum + the probabilities before
+    dropout."""
     # The constants of exp2 fill most of 16 registers: there one vector of queries at a time, with nothing else alive.
     vectors_at_once = g.vectors if k.isa.registers == 32 else 1
     for first in range(0, g.vectors, vectors_at_once):
@@ -223,17 +231,17 @@ def probabilities(
 
 
 def attention(
-    k: KernelBuilder, out, lse, q, keys, values, starts, stream,
-    *, batch, seq, heads, kv_heads, D, strides, rate, mask_spec,
+    k: KernelBuilder, out, lse, q, keys, values, starts, stream, *, batch, seq, heads, kv_heads, D, strides, rate, mask_spec,
 ) -> None:  # fmt: skip
-    """out, lse of causal or full attention, with windows, documents (`starts`: the first position of each token's document), paired
-    heads and dropout (`rate`; `stream`: the number of its random stream)."""
+    """out and lse of causal or full attention, with windows, documents (`starts`: the first position of each token's document),
+    paired heads, and dropout of the given `rate` by random stream number `stream`. `batch`, `seq`: numbers or names of run-time
+    scalars; `strides`: of q, keys and values."""
     g, T = micro.Geometry.of(k.isa, q.dtype, D), mask_spec.length(k, seq)
     block, blocks = select_query_block(k, g, micro.runtime_size(k, batch) * heads, T)
     dropout = micro.Dropout(rate, stream, heads) if rate else None
     with amx.tile_registers(k, g.tiles), k.parallel_for(micro.runtime_size(k, batch) * heads * blocks) as item:
         sequence, head = item // (blocks * heads), item // blocks % heads
-        first = (blocks - 1 - item % blocks) * block  # longest first, for load balance
+        first = (blocks - 1 - item % blocks) * block  # its first query; longest first, for load balance
         token, counts = sequence * T, (heads, kv_heads, kv_heads)
         q_rows, k_rows, v_rows = (
             mask_spec.rows(p, token, micro.kv_head_of(head, heads, n), D=D, heads=n, stride=stride)
@@ -243,13 +251,13 @@ def attention(
         attend_queries(
             k, g, q_rows, k_rows, v_rows, dst, lse.at((sequence * heads + head) * T), first, last=k.min(first + block, T),
             pos=k.int(0), dropout=dropout, head=head, sample_key=dropout.key(k, sequence) if dropout else None,
-            mask_spec=mask_spec, key_range=KeyRange.of(k, mask_spec, T, starts, sequence),
-            length=None if mask_spec.causal else T,
+            mask_spec=mask_spec, key_range=KeyRange.of(k, mask_spec, T, starts, sequence), length=None if mask_spec.causal else T,
         )  # fmt: skip
 
 
 @lowering("attention", views="q k v", also={"starts": "i32"})
 def lower_attention(op: Op, c: Lowering) -> None:
+    """Short sequences take the kernel of one block, all others the blocked one."""
     constants = dense_constants(op)
     g = micro.Geometry.of(c.isa, op.q.dtype, constants["D"])
     operands = {"out": op.out, "lse": op.lse, "q": op.q, "keys": op.k, "values": op.v}
@@ -265,72 +273,59 @@ def lower_attention(op: Op, c: Lowering) -> None:
 # --- decoding ---
 
 
-def place_of(k: KernelBuilder, text: Value, T: Value, pos: Any, slots: Any, length: int) -> tuple[Value, Value]:
-    """A text's row of the caches, and the position of its first new token, by `pos`, the positions or the scalar: such that its new
-    rows end within the cache, whatever the positions are."""
-    first = k.min(pos.get(text * T), k.int(length) - T) if isinstance(pos, Pointer) else pos
-    return (text if slots is None else slots.get(text)), first
+def cache_row_of(k: KernelBuilder, sequence: Value, T: Value, pos: Any, slots: Any, length: int) -> tuple[Value, Value]:
+    """(cache row, first position) of a sequence: the row of the caches that it owns (`slots` (B,), None: its own index) and the
+    position of its first new token, clamped so that its T new rows end within the cache of `length` rows. `pos`: the positions (B,
+    T), or one position for all sequences."""
+    first = k.min(pos.get(sequence * T), k.int(length) - T) if isinstance(pos, Pointer) else pos
+    return (sequence if slots is None else slots.get(sequence)), first
 
 
 def append_to_caches(k: KernelBuilder, k_cache, v_cache, keys, values, positions, slots, *, batch, seq, C, length, strides) -> None:
-    """Rows [pos, pos + T) of each text in the caches (rows, length, C) = keys and values (batch, T, C), whose rows have
-    `strides`."""
-    T, given = micro.runtime_size(k, seq), k.scalar("pos") if positions is None else positions
+    """Copy keys and values (batch, T, C) into rows [pos, pos + T) of each sequence in the caches (rows, length, C). `strides`: of
+    keys and values. `positions` (B, T), `slots` (B,) i32: see `cache_row_of`; positions None: the scalar pos."""
+    T, first_positions = micro.runtime_size(k, seq), k.scalar("pos") if positions is None else positions
     with k.parallel_for(micro.runtime_size(k, batch) * T) as token:
-        owner, pos = place_of(k, token // T, T, given, slots, length)
-        row = (owner * length + pos + token % T) * C
+        cache_row, pos = cache_row_of(k, token // T, T, first_positions, slots, length)
+        row = (cache_row * length + pos + token % T) * C
         for cache, new, stride in zip((k_cache, v_cache), (keys, values), strides, strict=True):
-            source, whole = new.at(token * stride), C - C % k.lanes
-            with k.loop(0, whole, k.lanes) as c:
+            source, full = new.at(token * stride), C - C % k.lanes
+            with k.loop(0, full, k.lanes) as c:
                 cache.store(source.load(c), row + c)
             if C % k.lanes:
                 mask = k.mask_first(C % k.lanes)
-                cache.store(source.load(whole, mask), row + whole, mask)
+                cache.store(source.load(full, mask), row + full, mask)
 
 
 def attention_cached(
-    k: KernelBuilder,
-    out,
-    q,
-    k_cache,
-    v_cache,
-    positions,
-    slots,
-    *,
-    batch,
-    seq,
-    heads,
-    kv_heads,
-    D,
-    stride,
-    length,
-    mask_spec,
-    exact,
-) -> None:
-    """out (B, T, heads * D) = causal attention of the T new queries over the KV caches (rows, length, kv_heads * D), which hold
-    the new keys already. `stride`: of q's rows; positions (B, T) and slots (B,) i32, or none. One query (decoding) has a code of
-    its own, `exact` with the bits that several have, without AMX tiles, which add in an order of their own."""
+    k: KernelBuilder, out, q, k_cache, v_cache, positions, slots,
+    *, batch, seq, heads, kv_heads, D, stride, length, mask_spec, exact,
+) -> None:  # fmt: skip
+    """out (B, T, heads * D) = causal attention of the T new queries over the KV caches (rows, length, kv_heads * D), which hold the
+    new keys already. `stride`: of q's rows; `positions` (B, T), `slots` (B,) i32: see `cache_row_of`; positions None: the scalar
+    pos. One query (decoding) takes a kernel of its own; with `exact` that one has the bits that a query has among several, and AMX
+    tiles are not used, because they add in an order of their own."""
     g = micro.Geometry.of(k.isa, q.dtype, D, tiles=not exact)
-    C, T, given = kv_heads * D, micro.runtime_size(k, seq), k.scalar("pos") if positions is None else positions
+    C, T, first_positions = kv_heads * D, micro.runtime_size(k, seq), k.scalar("pos") if positions is None else positions
     block, blocks = select_query_block(k, g, micro.runtime_size(k, batch) * heads, T)
     with amx.tile_registers(k, g.tiles), k.parallel_for(micro.runtime_size(k, batch) * heads * blocks) as item:
         sequence, head = item // (blocks * heads), item // blocks % heads
         first, kv_head = item % blocks * block, micro.kv_head_of(head, heads, kv_heads)
         queries, dst = (micro.Rows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))
-        owner, pos = place_of(k, sequence, T, given, slots, length)
-        cached = [micro.Rows.of(cache, owner * length, kv_head, D=D, stride=C) for cache in (k_cache, v_cache)]
-        one = T.equals(1)
+        cache_row, pos = cache_row_of(k, sequence, T, first_positions, slots, length)
+        cached = [micro.Rows.of(cache, cache_row * length, kv_head, D=D, stride=C) for cache in (k_cache, v_cache)]
+        is_one_query = T.equals(1)
         begin = None if mask_spec.window is None else k.max(pos - mask_spec.window, 0)
-        alone = not exact or g.pair == 1 or D % 2 == 0  # of an odd D the last pair of a key would be half another's
-        if alone:
-            with k.when(one):
+        one_query_kernel = not exact or g.pair == 1 or D % 2 == 0  # an odd D: a row's last bf16 pair is half the next row's
+        if one_query_kernel:
+            with k.when(is_one_query):
                 if exact:
                     attend_one_query_exactly(k, g, queries, *cached, dst.pointer, begin, pos + 1, mask_spec)
                 else:
-                    seen = cached if begin is None else [rows.start(begin) for rows in cached]
+                    visible = cached if begin is None else [rows.start(begin) for rows in cached]
                     count = pos + 1 if begin is None else pos + 1 - begin
-                    attend_one_query(k, D, queries.pointer, *seen, dst.pointer, count, mask_spec)
-        with k.otherwise(one) if alone else nullcontext():
+                    attend_one_query(k, D, queries.pointer, *visible, dst.pointer, count, mask_spec)
+        with k.otherwise(is_one_query) if one_query_kernel else nullcontext():
             last = k.min(first + block, T)
             key_range = None if mask_spec.window is None else KeyRange.of(k, mask_spec, pos + T, None, sequence)
             attend_queries(
@@ -342,23 +337,23 @@ def attend_one_query(
     k: KernelBuilder, D: int, q: Pointer, keys: micro.Rows, values: micro.Rows, out: Pointer, count: Value, mask_spec: MaskSpec
 ) -> None:
     """out (D) = attention of one query q (D) over `count` keys and values (memory-bound decoding). Channels are lanes, so that no
-    lane idles. Three passes: scores to scratch (`count` fp32), probabilities there, sum of the values."""
+    lane idles. Three passes: scores to scratch (`count` fp32), probabilities in place of them, sum of the values."""
     scratch = k.thread_scratch("fp32")
     columns = k.columns(D)
     cap = mask_spec.softcap
-    factor = mask_spec.score_scale(k, D, 1 / cap) if cap else mask_spec.softmax_scale_log2(k, D)
-    query = [q.load(c, mask) * factor for c, mask in columns]
+    score_factor = mask_spec.score_scale(k, D, 1 / cap) if cap else mask_spec.softmax_scale_log2(k, D)
+    query = [q.load(c, mask) * score_factor for c, mask in columns]
     g = micro.Geometry.of(k.isa, "fp32", D)
     top = k.var_vec(float("-inf"))
     with k.loop(0, count, k.lanes) as j:
-        partial = []
+        scores = []
         for i in range(k.lanes):
             row = keys[k.min(j + i, count - 1)]
-            sum_ = query[0] * row.load(*columns[0])
+            score = query[0] * row.load(*columns[0])
             for x, (c, mask) in zip(query[1:], columns[1:], strict=True):
-                sum_ = k.fma(x, row.load(c, mask), sum_)
-            partial.append(sum_)
-        exists, sums = k.mask_first(count - j), lane_sums(k, partial)
+                score = k.fma(x, row.load(c, mask), score)
+            scores.append(score)
+        exists, sums = k.mask_first(count - j), lane_sums(k, scores)
         s = k.select(exists, tanh(k, sums) * (cap * log2(e)) if cap else sums, float("-inf"))
         top.value = k.max(s, top.value)
         scratch.store(s, j)
@@ -379,110 +374,12 @@ def attend_one_query(
 
 
 def lane_sums(k: KernelBuilder, vectors: list[Value]) -> Value:
-    """Of `lanes` vectors: lane i is the sum over the lanes of vector i, in a fixed tree of pairwise additions."""
+    """Reduce `lanes` vectors: lane i of the result is the sum over the lanes of vector i, in a fixed tree of pairwise additions."""
     n = k.lanes
     even, odd = list(range(0, 2 * n, 2)), list(range(1, 2 * n, 2))
     while len(vectors) > 1:
         vectors = [k.shuffle(a, b, even) + k.shuffle(a, b, odd) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
     return vectors[0]
-
-
-def one_query_geometry(g: micro.Geometry) -> micro.Geometry:
-    """The geometry of a block of keys as lanes: chains enough to hide the latency of the multiply-adds."""
-    return replace(g, vectors=min(8, 64 // g.lanes))
-
-
-def one_query_units(g: micro.Geometry) -> dict[str, int]:
-    """Sizes in units of the blocks of scratch of `attend_one_query_exactly`; of `p_units`, p as units along the keys."""
-    wide = one_query_geometry(g)
-    sizes = {"q": g.rows_units(1), "transposed": wide.transposed_units, "acc": g.padded_D, "p": micro.KEY_BLOCK}
-    return {**sizes, "p_units": micro.KEY_BLOCK if g.pair == 2 else 0}
-
-
-def attend_one_query_exactly(
-    k: KernelBuilder, g: micro.Geometry, q: micro.Rows, keys: micro.Rows, values: micro.Rows, out: Pointer, first: Value | None,
-    count: Value, mask_spec: MaskSpec,
-) -> None:  # fmt: skip
-    """out (D) = attention of one query over the keys [first, count); `first` None: 0.
-
-    The arithmetic is that of `attend_queries`, operation for operation, so that a token has the same bits in a prompt and alone:
-    each score is one chain along D, each block of KEY_BLOCK keys one step of the online softmax, the sum and each channel of the
-    result one chain along the keys. There queries are lanes, of which one would be used. Here keys are the lanes of the scores
-    (K is transposed in scratch, some vectors of keys at a time), and channels those of the result."""
-    wide, s = one_query_geometry(g), micro.blocks_of(k, one_query_units(g))
-    scale_log2 = mask_spec.softmax_scale_log2(k, g.D)
-    micro.pack_tile(k, g, q, k.int(1), 1, s["q"])
-    micro.clear(k, s["acc"], g.padded_D)
-    highest = k.var_vec(float("-inf") if first is None else LOWEST)
-    total = k.var_vec(0.0)
-    with k.loop(0 if first is None else first & -micro.KEY_BLOCK, count, micro.KEY_BLOCK) as j0:
-        end = k.min(count - j0, micro.KEY_BLOCK)
-        begin = 0 if first is None else k.max(first - j0, 0) & -wide.queries
-        top = k.var_vec(float("-inf"))
-        with k.loop(begin, end, wide.queries) as j:
-            transpose_keys(k, wide, keys.start(j0 + j), end - j, s["transposed"])
-            chains = micro.micro_kernel(
-                k, wide, micro.Left(s["q"], 0, 1), micro.Right(s["transposed"], wide.queries), g.d_steps, rows=1
-            )
-            for v, x in enumerate(chains[0]):
-                key = j + v * g.lanes
-                seen = k.mask_first(end - key)
-                if first is not None:
-                    seen = seen & (k.splat(first - j0 - key) <= k.iota())
-                score = k.select(seen, mask_spec.capped(k, x, g.D), float("-inf"))
-                s["p"].store(score, key)
-                top.value = k.max(score, top.value)
-        before = highest.value
-        highest.value = k.max(k.splat(k.maximum(top.value)), before)
-        alpha = micro.exp2_nonpositive(k, g, (before - highest.value) * scale_log2)
-        shift = highest.value * -scale_log2
-        with k.loop(begin, end, g.lanes) as j:
-            p = micro.exp2_nonpositive(k, g, k.fma(s["p"].load(j), scale_log2, shift))
-            s["p"].store(p, j)
-            if g.pair == 2:
-                s["p_units"].as_dtype("bf16").store(p, j)
-        total.value = k.fma(total.value, alpha, k.splat(accumulate_one_query(k, g, s, values.start(j0), begin, end, alpha)))
-    scale = 1.0 / total.value
-    for c, mask in k.columns(g.D):
-        out.store(s["acc"].load(c) * scale, c, mask)
-
-
-def transpose_keys(k: KernelBuilder, g: micro.Geometry, keys: micro.Rows, count: Value, dst: Pointer) -> None:
-    """dst, a `transposed` block = g.queries keys, of which `count` exist; behind them the last one stands again."""
-    with k.loop(0, g.queries, g.lanes) as t:
-        rows = [keys[k.min(t + i, count - 1)] for i in range(g.lanes)]
-        for c in range(0, g.d_steps, g.lanes):
-            mask = None if c + g.lanes <= g.d_steps else k.mask_first(g.d_steps - c)
-            square = [x.load(c, mask) if g.pair == 1 else k.bitcast(x.as_dtype("i32").load_raw(c, mask), k.vec) for x in rows]
-            for i, column in enumerate(transpose(k, square)):
-                dst.store(column, (c + i) * g.queries + t)
-
-
-def accumulate_one_query(
-    k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], values: micro.Rows, begin: Any, end: Value, alpha: Value
-) -> Value:
-    """s["acc"] (D) = alpha times itself + s["p"] @ values over the keys [begin, end) of a block; returns the sum of s["p"]."""
-    columns, total = k.columns(g.D), k.var(k.float(0.0))
-    at_once = max(1, k.isa.registers // 2)  # vectors of channels
-    for some in range(0, len(columns), at_once):
-        part = columns[some : some + at_once]
-        acc = [k.var(s["acc"].load(c) * alpha) for c, _ in part]
-        with k.loop(begin, end, g.pair) as j:
-            if some == 0:
-                for i in range(g.pair):  # behind the end p is 0
-                    total.value = total.value + s["p"].get(j + i)
-            if g.pair == 1:
-                p, row = k.splat(s["p"].get(j)), values[j]
-                for a, (c, mask) in zip(acc, part, strict=True):
-                    a.value = k.fma(p, row.load(c, mask), a.value)
-            else:
-                p, rows = k.splat(s["p_units"].as_dtype("i32").get(j >> 1)), (values[j], values[k.min(j + 1, end - 1)])
-                for a, (c, mask) in zip(acc, part, strict=True):
-                    pair = k.interleave(*(row.load_raw(c, mask) for row in rows))
-                    a.value = k.dot(a.value, p, k.bitcast(pair, k.ivec))
-        for a, (c, _) in zip(acc, part, strict=True):
-            s["acc"].store(a.value, c)
-    return total.value
 
 
 @lowering("attention_cached", views="q k v", also={"positions": "i32", "slots": "i32"})

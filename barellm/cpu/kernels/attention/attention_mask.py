@@ -1,9 +1,11 @@
-"""Attention masks: causal or full, sliding windows (constant or at run time), documents (packed sequences), paired heads; and what
-becomes of a score before the softmax.
+"""Attention masks: causal or full, sliding windows (constant or at run time), documents (packed sequences), paired heads; and the
+scale and softcap of scores before the softmax.
 
 A `KeyRange` gives the first key that a query sees, and the end of the queries that see a key. Neither decreases along a sequence,
-so a block of queries needs the keys from its first query's first one on, and inside that range only register tiles at its two
-edges apply a mask lane by lane; blocks outside it are skipped."""
+so a block of queries needs the keys from its first query's first one on, and inside that range only register tiles at its two edges
+apply a mask lane by lane; blocks outside it are skipped.
+
+Paired heads (modded-nanogpt) attend over a folded sequence of twice the length, in which two heads of a token are two positions."""
 
 from __future__ import annotations
 
@@ -16,10 +18,13 @@ from barellm.cpu.kernel import KernelBuilder, Op, Pointer, Value
 from barellm.cpu.kernels.attention.attention_microkernels import Geometry, KeyBounds, Rows, runtime_size, size_constants
 from barellm.cpu.lang.vector import tanh
 
+LOWEST = -1e30  # initial maximum where a query's first block may be fully masked (-inf - -inf would be NaN)
+
 
 class MaskSpec(NamedTuple):
-    """The mask as constants of the code: `fold` positions per token (2 of paired heads); the `window` of keys before a query's own
-    and the `scale`, each a number or the name of a run-time scalar; whether it is causal; the `softcap` of scores, or 0."""
+    """What is known of a mask at compile time. `fold`: positions per token, 2 for paired heads. `window`: keys before a query's own
+    that it sees, None: all; `scale`: the factor of q k^T, None: 1 / sqrt(D); each is a number or the name of a run-time scalar.
+    `softcap`: scores become softcap * tanh(score / softcap); 0: they don't."""
 
     fold: int = 1
     window: str | int | None = None
@@ -29,39 +34,39 @@ class MaskSpec(NamedTuple):
 
     @classmethod
     def of(cls, op: Op, length: int) -> MaskSpec:
-        """Of an attention over sequences of `length` positions at most."""
+        """The spec of an attention op over sequences of at most `length` positions."""
         window = op.keys_before(length) if op.window is None else op.window
         return cls(op.fold, window, op.scale, op.causal, op.softcap)
 
     def keys_before(self, k: KernelBuilder) -> Value:
-        """The window."""
+        """The window at run time, in keys."""
         return k.scalar(self.window) if isinstance(self.window, str) else k.int(self.window)
 
     def length(self, k: KernelBuilder, seq: str | int) -> Value:
-        """Positions of a sequence."""
+        """Positions of a folded sequence of `seq` tokens."""
         return runtime_size(k, seq) if self.fold == 1 else runtime_size(k, seq) * self.fold
 
-    def score_scale(self, k: KernelBuilder, D: int, by: float = 1.0) -> Any:
-        """The factor of q k^T, times `by`."""
+    def score_scale(self, k: KernelBuilder, D: int, factor: float = 1.0) -> Any:
+        """The factor of q k^T, times `factor`."""
         if isinstance(self.scale, str):
-            return k.splat(k.scalar(self.scale) * by if by != 1.0 else k.scalar(self.scale))
-        return self.scale * by if self.scale else by / sqrt(D)
+            return k.splat(k.scalar(self.scale) * factor if factor != 1.0 else k.scalar(self.scale))
+        return self.scale * factor if self.scale else factor / sqrt(D)
 
-    def softmax_scale(self, k: KernelBuilder, D: int, by: float = 1.0) -> Any:
-        """The factor, times `by`, of what the softmax is made of: of q k^T, or of its `capped` form."""
-        return self.softcap * by if self.softcap else self.score_scale(k, D, by)
+    def softmax_scale(self, k: KernelBuilder, D: int, factor: float = 1.0) -> Any:
+        """The factor of the softmax's argument, times `factor`: `softcap` if there is one (see `capped`), else q k^T's scale."""
+        return self.softcap * factor if self.softcap else self.score_scale(k, D, factor)
 
     def softmax_scale_log2(self, k: KernelBuilder, D: int) -> Any:
-        """The factor that makes it exponents of 2."""
+        """`softmax_scale` times log2(e), as exponentials are computed as powers of 2."""
         return self.softmax_scale(k, D, log2(E))
 
     def capped(self, k: KernelBuilder, x: Value, D: int) -> Value:
-        """The score x of q k^T, or with a softcap tanh(x scale / softcap): between -1 and 1."""
+        """The score x = q k^T, or with a softcap tanh(x scale / softcap), in [-1, 1]; `softmax_scale` multiplies it afterwards."""
         return tanh(k, x * self.score_scale(k, D, 1 / self.softcap)) if self.softcap else x
 
     def rows(self, tensor: Pointer, position: Value, head: Value, *, D: int, heads: int, stride: int) -> Rows:
-        """The rows of one of `heads` heads, from an even position on. `stride`: elements from one token to the next. Of paired
-        heads (fold 2) a token's two positions are two heads of it, heads * D elements apart."""
+        """The rows of head `head` of `heads`, from `position` on (even with paired heads). `stride`: elements from one token to the
+        next. With paired heads a token's two positions are heads * D elements apart."""
         if self.fold == 2 and stride == 2 * heads * D:  # nothing lies between the rows of two tokens
             stride //= 2
         elif self.fold == 2:
@@ -73,7 +78,7 @@ PLAIN = MaskSpec()
 
 
 def dense_constants(op: Op) -> dict[str, Any]:
-    """Constants of the kernels of a dense attention. Of paired heads they are those of the folded sequence."""
+    """Compile-time constants of the dense attention kernels. With paired heads those of the folded sequence."""
     constants = size_constants(op)
     mask_spec = MaskSpec.of(op, op.fold * int(op.out.shape[1]))
     folded = {name: constants[name] // mask_spec.fold for name in ("heads", "kv_heads")}
@@ -82,8 +87,8 @@ def dense_constants(op: Op) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class KeyRange:
-    """The keys that the queries of one sequence of T positions may see: at most `window` keys back, and not before the start of the
-    document, which `starts` has for each token (token numbers)."""
+    """The keys that the queries of one sequence of T positions see: at most `window` keys back (None: no window), and none before
+    the start of their document; `starts` has each token's document start, as a token's index (None: one document)."""
 
     T: Value
     fold: int
@@ -92,19 +97,19 @@ class KeyRange:
 
     @classmethod
     def of(cls, k: KernelBuilder, mask_spec: MaskSpec, T: Value, starts: Pointer | None, sequence: Value) -> KeyRange | None:
-        """The range of a sequence, or None where the mask is causal or full only."""
+        """The range of a sequence; None where the mask is only causal or full."""
         if mask_spec.window is None and starts is None:
             return None
         window = None if mask_spec.window is None else k.min(mask_spec.keys_before(k), T)
         return cls(T, mask_spec.fold, window, None if starts is None else starts.at(sequence * T // mask_spec.fold))
 
     def _document(self, t: Value) -> Value:
-        """The position at which the document of a position starts."""
+        """The position at which the document of position t starts."""
         assert self.starts is not None
         return self.starts.get(t) if self.fold == 1 else self.starts.get(t >> 1) * self.fold
 
     def first_key(self, k: KernelBuilder, t: Value) -> Value:
-        """The first key that the query at t sees; of a query behind the sequence that of the last one."""
+        """The first key that the query at position t sees; for t beyond the sequence, that of its last query."""
         t = k.min(t, self.T - 1)
         first = k.int(0)
         if self.window is not None:
@@ -114,23 +119,22 @@ class KeyRange:
         return first
 
     def query_end(self, k: KernelBuilder, key: Value) -> Value:
-        """The end of the queries that see `key`."""
-        high = self.T if self.window is None else k.min(key + self.window + 1, self.T)
+        """The end (exclusive) of the queries that see `key`: by its window, or by binary search that of its document."""
+        window_end = self.T if self.window is None else k.min(key + self.window + 1, self.T)
         if self.starts is None:
-            return high
-        # Binary search for the first query of a later document.
-        lo, hi = k.var(key + 1), k.var(high)
+            return window_end
+        lo, hi = k.var(key + 1), k.var(window_end)
         with k.while_(lambda: lo.value < hi.value):
             middle = (lo.value + hi.value) >> 1
-            beyond = self._document(middle) > key
-            hi.value, lo.value = k.select(beyond, middle, hi.value), k.select(beyond, lo.value, middle + 1)
+            is_later_document = self._document(middle) > key
+            hi.value, lo.value = k.select(is_later_document, middle, hi.value), k.select(is_later_document, lo.value, middle + 1)
         return lo.value
 
     def store_first_keys(self, k: KernelBuilder, g: Geometry, t: Value, first_keys: Pointer) -> None:
-        """Write, as i32, the first key that each query of the group from t on sees."""
+        """first_keys (g.queries) i32 = the first key that each query of the group from position t on sees."""
         with k.loop(0, g.queries) as i:
             first_keys.put(self.first_key(k, t + i), i)
 
     def bounds_of(self, k: KernelBuilder, g: Geometry, t: Value, first_keys: Pointer) -> KeyBounds:
-        """The bounds of the group from t on; `first_keys` was filled by `store_first_keys`."""
+        """The bounds of the group of queries from position t on; `first_keys` was filled by `store_first_keys`."""
         return KeyBounds(self.first_key(k, t), self.first_key(k, t + (g.queries - 1)), first_keys)

@@ -37,18 +37,18 @@ KEY_BLOCK = 128  # keys of a block: a multiple of 32, the period of the dropout 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of blocks and register tiles for one head size, dtype and ISA."""
+    """Sizes of blocks and register tiles for a head size, dtype and ISA. A tile of scores has `rows` keys and `queries` lanes."""
 
     D: int
     pair: int  # bf16 numbers in a unit: 2 with a dot instruction, else 1
     lanes: int
-    rows: int  # of a tile
+    rows: int  # keys of a tile
     vectors: int = 2
     tiles: bool = False  # GEMMs in AMX tile registers, with operands and results in memory
 
     @classmethod
     def of(cls, isa: ISA, dtype: str, D: int, *, tiles: bool = True) -> Geometry:
-        """`tiles` False: in vector registers even where there is AMX."""
+        """`tiles` False: GEMMs in vector registers even where there are AMX tile registers."""
         if tiles and amx.uses_tiles(isa, dtype):
             return cls(D, 2, isa.lanes, amx.MR, TILE_VECTORS, True)
         return cls(D, 2 if packing.uses_vnni(isa, dtype) else 1, isa.lanes, 8 if isa.registers == 32 else 4)
@@ -92,12 +92,12 @@ class Geometry:
 
 
 def offsets(units: dict[str, int]) -> tuple[dict[str, int], int]:
-    """The byte offset of each named block of so many units, and the total. All are multiples of 64, a cache line."""
-    total, found = 0, {}
+    """(byte offset of each named block of `units` 32-bit units, total bytes). All are multiples of 64, a cache line."""
+    total, offset_of = 0, {}
     for name, n in units.items():
-        found[name] = total
+        offset_of[name] = total
         total += -(-4 * n // 64) * 64
-    return found, total
+    return offset_of, total
 
 
 def blocks_of(k: KernelBuilder, units: dict[str, int]) -> dict[str, Pointer]:
@@ -107,7 +107,7 @@ def blocks_of(k: KernelBuilder, units: dict[str, int]) -> dict[str, Pointer]:
 
 
 def size_constant(n: int) -> str | int:
-    """A size as a constant of the code: the scalar's name, or the number."""
+    """A size as a compile-time constant: the number, or the name of the run-time scalar that has it."""
     return n.name if isinstance(n, Dim) else int(n)
 
 
@@ -117,12 +117,12 @@ def round_up(k: KernelBuilder, n: Value, step: int) -> Value:
 
 
 def runtime_size(k: KernelBuilder, n: str | int) -> Value:
-    """The value of what `size_constant` returned."""
+    """The run-time value of a `size_constant`."""
     return k.scalar(n) if isinstance(n, str) else k.int(n)
 
 
 def size_constants(op: Op) -> dict[str, Any]:
-    """Constants of every attention kernel. `strides`: elements from one row of q, k and v to the next."""
+    """Compile-time constants of every attention kernel. `strides`: elements from one row of q, k and v to the next."""
     B, T, C = op.out.shape
     strides = (op.q.row_stride, op.k.row_stride, op.v.row_stride)
     heads = {"heads": op.heads, "kv_heads": op.kv_heads, "D": int(C) // op.heads}
@@ -131,8 +131,8 @@ def size_constants(op: Op) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one head in memory: element (t, d) lies at pointer[t * stride + d]. Of paired heads two rows, `pair_stride`
-    apart, share a stride; such rows start at an even t."""
+    """Rows of one head in memory: element (t, d) is pointer[t * stride + d]. With paired heads two rows, `pair_stride` apart, share
+    a stride; such rows start at an even t."""
 
     pointer: Pointer
     stride: int
@@ -153,7 +153,7 @@ class Rows:
 
 
 def kv_head_of(head: Value, heads: int, kv_heads: int) -> Value:
-    """The head of k and v of a head of q: grouped-query attention shares each among heads / kv_heads adjacent ones."""
+    """The key and value head of a query head: grouped-query attention (GQA) shares each among heads / kv_heads adjacent ones."""
     return head if heads == kv_heads else head // (heads // kv_heads)
 
 
@@ -161,7 +161,7 @@ def kv_head_of(head: Value, heads: int, kv_heads: int) -> Value:
 
 
 def pack_tile(k: KernelBuilder, g: Geometry, source: Rows, count: Value, total: Any, dst: Pointer) -> None:
-    """dst, a block of `rows` = rows [0, count) of `source`, zero-padded to g.padded_D columns and `total` rows."""
+    """Copy rows [0, count) of `source` to dst, a block of `rows`, zero-padded to g.padded_D columns and `total` rows."""
     with k.loop(0, count) as t:
         row, target = source[t], dst.at(t * g.row_units)
         for c, mask in k.columns(g.D):
@@ -181,8 +181,8 @@ def pack_tile(k: KernelBuilder, g: Geometry, source: Rows, count: Value, total: 
 
 
 def vnni_pack(k: KernelBuilder, g: Geometry, rows: Pointer, tokens: Any, dst: Pointer) -> Pointer:
-    """dst, a `vnni` block = a block of `rows` of `tokens` tokens, a multiple of g.pair. Returns where it is: fp32 rows are not
-    copied."""
+    """Pack a block of `rows` of `tokens` tokens, a multiple of g.pair, into dst as a `vnni` block. Returns the packed block: `rows`
+    itself where units are fp32, as nothing is copied then."""
     if g.pair == 1:
         return rows
     with k.loop(0, tokens, 2) as t:
@@ -194,8 +194,8 @@ def vnni_pack(k: KernelBuilder, g: Geometry, rows: Pointer, tokens: Any, dst: Po
 
 
 def pack_left(k: KernelBuilder, g: Geometry, rows: Pointer, count: Value, dst: Pointer) -> Pointer:
-    """dst, the left operand of `accumulate_transposed` (`vnni`, or `columns` for AMX) = a block of `rows` of `count` tokens, padded
-    by `pack_tile`. Returns where it is."""
+    """Pack a block of `rows` of `count` tokens, padded by `pack_tile`, into dst as the left operand of `accumulate_transposed`:
+    `vnni`, or `columns` for AMX. Returns the packed block: dst, or `rows` if nothing had to be copied."""
     if not g.tiles:
         return vnni_pack(k, g, rows, round_up(k, count, g.pair), dst)
     with k.loop(0, count, amx.TILE_K) as t, k.loop(0, g.padded_D, g.lanes) as c:
@@ -209,7 +209,7 @@ def pack_left(k: KernelBuilder, g: Geometry, rows: Pointer, count: Value, dst: P
 
 
 def transpose_tile(k: KernelBuilder, g: Geometry, rows: Pointer, dst: Pointer) -> None:
-    """dst, a `transposed` block = a block of `rows` of g.queries tokens."""
+    """Transpose a block of `rows` of g.queries tokens into dst, a `transposed` block, in squares of `lanes` x `lanes` units."""
     with k.loop(0, g.queries, g.lanes) as v, k.loop(0, g.row_units, g.lanes) as c:
         source, target = rows.at(v * g.row_units + c), dst.at(c * g.queries + v)
         square = [source.load(i * g.row_units) for i in range(g.lanes)]
@@ -218,7 +218,8 @@ def transpose_tile(k: KernelBuilder, g: Geometry, rows: Pointer, dst: Pointer) -
 
 
 def transpose_accumulator(k: KernelBuilder, g: Geometry, transposed: Pointer, dst: Pointer, factor: list[Value]) -> None:
-    """dst (queries, g.padded_D) = the accumulator `transposed` (D, queries), transposed, times `factor`: a lane a query."""
+    """dst (queries, g.padded_D) = the transpose of the accumulator `transposed` (D, queries), times `factor`: for each of g.vectors
+    vectors of queries a vector of factors."""
     for v in range(g.vectors):
         with k.loop(0, g.padded_D, g.lanes) as d:
             source = transposed.at(d * g.queries)
@@ -229,15 +230,15 @@ def transpose_accumulator(k: KernelBuilder, g: Geometry, transposed: Pointer, ds
 
 
 def unpack_tile(
-    k: KernelBuilder, g: Geometry, rows: Pointer, count: Value, dst: Rows, factor: Any, keep: Value | None = None
+    k: KernelBuilder, g: Geometry, rows: Pointer, count: Value, dst: Rows, factor: Any, add: Value | None = None
 ) -> None:
-    """dst (count, D) in memory = fp32 rows [token][g.padded_D] times `factor`, plus the old dst where `keep` (i1; None: never)."""
+    """dst (count, D) in memory = fp32 rows [token][g.padded_D] times `factor`, plus the old dst where `add` (i1; None: never)."""
     with k.loop(0, count) as t:
         row, target = rows.at(t * g.padded_D), dst[t]
         for c, mask in k.columns(g.D):
             value = row.load(c) * factor
-            if keep is not None:
-                value = value + k.select(keep, target.load(c, mask), k.to(0.0, k.vec))
+            if add is not None:
+                value = value + k.select(add, target.load(c, mask), k.to(0.0, k.vec))
             target.store(value, c, mask)
 
 
@@ -265,7 +266,7 @@ def micro_kernel(
     k: KernelBuilder, g: Geometry, a: Left, b: Right, steps: Any, start: list[list[Value]] | None = None, **shape: int
 ) -> list[list[Value]]:
     """start + A @ B over `steps` units of the contraction: a register tile of g.rows rows x g.vectors vectors (or `rows`, `vectors`
-    of `shape`); `start` None: zero. Each element is one accumulation chain, in order."""
+    of `shape`), as values [row][vector]; `start` None: zero. Each element is one accumulation chain, in order."""
     rows, vectors = shape.get("rows", g.rows), shape.get("vectors", g.vectors)
     acc = [[k.var(start[r][v] if start else k.to(0.0, k.vec)) for v in range(vectors)] for r in range(rows)]
     with k.loop(0, steps) as s:
@@ -287,8 +288,8 @@ def micro_kernel(
 def score_tile(
     k: KernelBuilder, g: Geometry, rows: Pointer, first: Value, transposed: Pointer, start: list[list[Value]] | None = None,
 ) -> list[list[Value]]:  # fmt: skip
-    """A register tile of K Q^T or V dO^T plus `start`: tokens [first, first + g.rows) of a block of `rows` x the g.queries tokens
-    of a `transposed` block."""
+    """A register tile of K Q^T or V dO^T plus `start` (None: zero): tokens [first, first + g.rows) of a block of `rows` x the
+    g.queries tokens of a `transposed` block. Returns values [row][vector]."""
     return micro_kernel(k, g, Left(rows.at(first * g.row_units), g.row_units, 1), Right(transposed, g.queries), g.d_steps, start)
 
 
@@ -303,8 +304,8 @@ def accumulate_transposed(
     factor: list[Value] | None = None,
 ) -> None:  # fmt: skip
     """acc (D, queries) = acc * factor + X^T R, contracted over the tokens [begin, end): X (tokens, D) packed by `pack_left`, R
-    (tokens, queries) in units along the tokens; `factor`: a lane a query. `begin` is a Value or 0. On AMX begin and end are
-    multiples of 32."""
+    (tokens, queries) in units along the tokens; `factor`: vectors with a lane for each query, None: 1. `begin` is a Value or 0. On
+    AMX begin and end are multiples of 32."""
     tokens = end
     if isinstance(begin, Value):
         vnni, right = vnni.at(begin // g.pair * g.padded_D), right.at(begin // g.pair * g.queries)
@@ -319,7 +320,7 @@ def accumulate_transposed(
         return
 
     def multiply_tile(d: Any, rows: int) -> None:
-        """The register tile of `rows` rows of acc from column d of X on."""
+        """Accumulate a register tile: `rows` rows of acc, which are the columns of X from d on."""
         block = acc.at(d * g.queries)
         start = [[block.load(r * g.queries + v * g.lanes) for v in range(g.vectors)] for r in range(rows)]
         if factor is not None:
@@ -329,20 +330,20 @@ def accumulate_transposed(
             for v, x in enumerate(row):
                 block.store(x, r * g.queries + v * g.lanes)
 
-    whole = g.D - g.D % g.rows
-    if whole:
-        with k.loop(0, whole, g.rows) as d:
+    full_rows = g.D - g.D % g.rows
+    if full_rows:
+        with k.loop(0, full_rows, g.rows) as d:
             multiply_tile(d, g.rows)
     if g.D % g.rows:
-        multiply_tile(whole, g.D % g.rows)
+        multiply_tile(full_rows, g.D % g.rows)
 
 
 def accumulate_rows(
     k: KernelBuilder, g: Geometry, acc: Pointer, left_block: Pointer, vnni: Pointer, begin: Any, end: Value
 ) -> None:
-    """acc (tokens, g.padded_D) += L @ X for the tokens (rows of acc) [begin, end), contracted over the group's g.queries queries: L
-    (tokens, g.queries) in units along the queries, X (g.queries, D) a `vnni` block. Whole tiles of g.rows
-    tokens are computed, which may reach beyond `end`."""
+    """acc (tokens, g.padded_D) += L @ X for the tokens [begin, end), contracted over a group's g.queries queries: L (tokens,
+    g.queries) in units along the queries, X (g.queries, D) a `vnni` block. Full tiles of g.rows tokens are computed, which may
+    reach beyond `end`."""
     per_row = g.queries // g.pair  # units of a row of L
     if g.tiles:
         with k.loop(begin, end, g.rows) as t:
@@ -351,7 +352,7 @@ def accumulate_rows(
         return
 
     def multiply_tile(t: Value, c: Any, vectors: int) -> None:
-        """The register tile of g.rows tokens from t on x `vectors` vectors of columns from c on."""
+        """Accumulate a register tile: g.rows tokens from t on x `vectors` vectors of columns from c on."""
         block = acc.at(t * g.padded_D + c)
         start = [[block.load(r * g.padded_D + v * g.lanes) for v in range(vectors)] for r in range(g.rows)]
         a, b = Left(left_block.at(t * per_row), per_row, 1), Right(vnni.at(c), g.padded_D)
@@ -360,13 +361,13 @@ def accumulate_rows(
                 block.store(x, r * g.padded_D + v * g.lanes)
 
     step = g.vectors * g.lanes
-    whole = g.padded_D - g.padded_D % step
+    full_columns = g.padded_D - g.padded_D % step
     with k.loop(begin, end, g.rows) as t:
-        if whole:
-            with k.loop(0, whole, step) as c:
+        if full_columns:
+            with k.loop(0, full_columns, step) as c:
                 multiply_tile(t, c, g.vectors)
         if g.padded_D % step:
-            multiply_tile(t, whole, g.padded_D % step // g.lanes)
+            multiply_tile(t, full_columns, g.padded_D % step // g.lanes)
 
 
 def clear(k: KernelBuilder, block: Pointer, units: Any) -> None:
@@ -379,7 +380,8 @@ def clear(k: KernelBuilder, block: Pointer, units: Any) -> None:
 
 
 def exp2_nonpositive(k: KernelBuilder, g: Geometry, x: Value) -> Value:
-    """2**x for x up to a rounding error above 0; exactly 0 at -infinity, NaN for NaN."""
+    """2^x for x <= 0 (up to rounding); exactly 0 at -infinity, NaN for NaN. x = n + f: 2^f is a polynomial, n is added to its
+    exponent."""
     x = k.max(-127.0, x)  # an exponent field of zero; of a NaN this is the NaN
     shifted = x + MAGIC
     p = polynomial(k, x - (shifted - MAGIC), EXP2_SHORT if g.pair == 2 else EXP2)
@@ -387,7 +389,7 @@ def exp2_nonpositive(k: KernelBuilder, g: Geometry, x: Value) -> Value:
 
 
 def pack_units(k: KernelBuilder, g: Geometry, even: Value, odd: Value | None) -> Value:
-    """Round two rows of fp32 lanes to VNNI pairs; with g.pair 1 the one row as it is."""
+    """Round two rows of fp32 lanes to VNNI pairs (even, odd); with g.pair 1 return the one row as it is."""
     if odd is None:
         return even
     return k.bitcast(k.interleave(k.round_bf16(even), k.round_bf16(odd)), k.vec)
@@ -404,14 +406,15 @@ def store_units(k: KernelBuilder, g: Geometry, dst: Pointer, row: list[Value]) -
 
 @dataclass(frozen=True)
 class KeyBounds:
-    """The first key that a group's queries see: `first` its first query, `last` its last one, and `first_keys` each (i32)."""
+    """The first keys that a group's queries see: `first` that of the first query, `last` of the last, `first_keys` of each
+    (i32)."""
 
     first: Value
     last: Value
     first_keys: Pointer
 
     def first_row(self, k: KernelBuilder, g: Geometry, j0: Value) -> Value:
-        """The first row of a block of keys that any of the queries sees, rounded down to a tile."""
+        """The index in the block from key j0 on of the first key that any of the queries sees, rounded down to a tile."""
         return k.max(self.first - j0, 0) & -g.rows
 
 
@@ -422,32 +425,32 @@ TileMask = Callable[[Value], tuple[Value, Callable[[], LaneMask]]]  # tile -> wh
 def tile_mask(
     k: KernelBuilder, g: Geometry, position: Value, key_bounds: KeyBounds | None, length: Value | None, j0: Value | None, j: Value
 ) -> tuple[Value, Callable[[], LaneMask]]:
-    """Whether (i1) the tile of g.rows keys from row j of the block from key j0 on (None: j counts all keys) is partly masked for
-    the group of queries from `position` on, and a function that makes the mask. `length`: the number of keys of full attention;
-    None: causal, from the keys of `key_bounds` on."""
+    """(partly masked (i1), function that returns the lane mask) of a tile of g.rows keys and the group of queries from `position`
+    on. The tile begins at row j of the block from key j0 on (None: at key j). `length`: the number of keys of full attention, None:
+    causal; `key_bounds`: the first keys that windows or documents leave, None: all from 0 on."""
     key = j if j0 is None else j0 + j
 
     def make_mask() -> LaneMask:
         if length is not None:
-            left = length - key
-            return lambda r, v: k.splat(left - r) > 0
-        gap = k.splat(key - position)
+            remaining = length - key
+            return lambda r, v: k.splat(remaining - r) > 0
+        distance = k.splat(key - position)
         if key_bounds is None:
-            return lambda r, v: (gap + (r - v * g.lanes)) <= k.iota()
-        at = k.splat(key)
+            return lambda r, v: (distance + (r - v * g.lanes)) <= k.iota()
+        keys = k.splat(key)
         first_keys = [key_bounds.first_keys.load(v * g.lanes) for v in range(g.vectors)]
-        return lambda r, v: ((gap + (r - v * g.lanes)) <= k.iota()) & (first_keys[v] <= (at + r))
+        return lambda r, v: ((distance + (r - v * g.lanes)) <= k.iota()) & (first_keys[v] <= (keys + r))
 
     if length is not None:
         return (key + g.rows) > length, make_mask
-    late = (key + (g.rows - 1)) > position
-    return late if key_bounds is None else late | (key < key_bounds.last), make_mask
+    beyond_causal = (key + (g.rows - 1)) > position
+    return beyond_causal if key_bounds is None else beyond_causal | (key < key_bounds.last), make_mask
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """Multipliers of a block of probabilities, [key][g.queries] fp32, from the words that
-    `program/ops/pointwise/random.py` defines."""
+    """Multipliers of a block of probabilities, [key][g.queries] fp32: 0 with probability `rate`, else 1 / (1 - rate), by the random
+    words that `program/ops/pointwise/random.py` defines. `stream`: the number of the random stream; `heads`: query heads."""
 
     rate: float
     stream: Value
@@ -462,8 +465,8 @@ class Dropout:
         self, k: KernelBuilder, g: Geometry, dst: Pointer, key: tuple[Value, Value], head: Value, query: Value,
         first: Value, count: Value,
     ) -> None:  # fmt: skip
-        """dst [key][g.queries] = the multipliers of the keys [first, first + count) and the group of queries from `query` on;
-        `first` is a multiple of 32. A word of random bits serves keys that are HALF apart."""
+        """dst [key][g.queries] = the multipliers of keys [first, first + count) and of the group of queries from `query` on.
+        `first` is a multiple of 32 = 2 HALF: one call of threefry gives two words, for keys that are HALF apart."""
         rows = [k.splat((query + v * g.lanes) * self.heads + head) + k.iota() * self.heads for v in range(g.vectors)]
         with k.loop(0, count, 2 * HALF) as block, k.loop(0, HALF) as i:
             call = k.splat(((first + block) >> 1) + i)

@@ -1,9 +1,11 @@
 """Attention of short sequences, whose scores of a head are one block: no online softmax, no accumulators in memory.
 
-Shapes and formulas as in attention_forward.py and attention_backward.py, blocks as in attention_microkernels.py, of MAX_SEQ
-tokens. Blocked attention of a head of 64 tokens would spend more on clearing, accumulating and transposing blocks than on its
-GEMMs. Here all operands of a head stay in L1/L2, every GEMM stores rows (units of the left operand are broadcast, so the
-probabilities need no repacking), and the causal half is skipped by vectors of queries and tiles of keys.
+Shapes and formulas as in attention_forward.py and attention_backward.py; parameters and layouts of blocks as in
+attention_microkernels.py, blocks having MAX_SEQ tokens: `g`, the geometry of tiles; `s`, the blocks in the thread's scratch by
+name; `t`, the first query of a group of two vectors of lanes; `j`, the first key of a tile. Blocked attention of a head of 64
+tokens would spend more on clearing, accumulating and transposing blocks than on its GEMMs. Here all operands of a head stay in
+L1/L2, every GEMM stores rows (units of the left operand are broadcast, so the probabilities need no repacking), and the causal half
+is skipped by vectors of queries and tiles of keys.
 
 Each element is the same chain of the same operations, and only zeros are left out: the bits are those of blocked attention."""
 
@@ -20,13 +22,14 @@ MAX_SEQ = 64  # tokens: scores, probabilities and operands of a head are 52 KiB
 
 
 def fits_single_block(isa: ISA, dtype: str, D: int, length: int, rate: float) -> bool:
-    """Whether sequences of up to `length` tokens are supported: bf16 dot products, rows of whole cache lines, no dropout."""
+    """Whether sequences of up to `length` tokens are supported: bf16 dot products, rows that fill cache lines, no dropout."""
     g = micro.Geometry.of(isa, dtype, D)
     units = g.pair == 2 and not g.tiles and g.lanes == 2 * g.rows and D % (2 * g.lanes) == 0
     return length <= MAX_SEQ and not rate and units
 
 
 def forward_units(g: micro.Geometry) -> dict[str, int]:
+    """Sizes of the blocks of the forward pass, in 32-bit units."""
     return {
         "q_transposed": g.d_steps * MAX_SEQ,
         "k_rows": MAX_SEQ * g.row_units,
@@ -38,7 +41,7 @@ def forward_units(g: micro.Geometry) -> dict[str, int]:
 
 
 def backward_units(g: micro.Geometry, shared: bool) -> dict[str, int]:
-    """The blocks of scratch of the backward pass, in units. With grouped queries (`shared`), dk and dv are sums over several heads,
+    """Sizes of the blocks of the backward pass, in 32-bit units. With grouped queries (`shared`), dk and dv are sums over heads,
     kept as fp32 rows."""
     vnni = {name: g.vnni_units(MAX_SEQ) for name in ("q", "k", "do")}
     transposed = {name: g.d_steps * MAX_SEQ for name in ("q_transposed", "do_transposed")}
@@ -47,8 +50,7 @@ def backward_units(g: micro.Geometry, shared: bool) -> dict[str, int]:
     rows = {"k_rows": MAX_SEQ * g.row_units, "v_rows": MAX_SEQ * g.row_units}
     sums = {name: MAX_SEQ * g.padded_D if shared else 0 for name in ("dk", "dv")}
     return {
-        **rows, **transposed, **vnni, **along_queries, **sums, "p_tile": g.rows * g.queries, "shift": MAX_SEQ,
-        "delta": MAX_SEQ,
+        **rows, **transposed, **vnni, **along_queries, **sums, "p_tile": g.rows * g.queries, "shift": MAX_SEQ, "delta": MAX_SEQ,
     }  # fmt: skip
 
 
@@ -56,16 +58,16 @@ def load_rows(
     k: KernelBuilder, g: micro.Geometry, source: micro.Rows, count: Value, *, rows: Pointer | None = None, transposed: Pointer |
     None = None, vnni: Pointer | None = None,
 ) -> None:  # fmt: skip
-    """Pack `count` bf16 rows of `source`, read once, in those layouts for which a block is given (attention_microkernels.py; of
-    `transposed` [g.d_steps][MAX_SEQ]), with zeros up to a multiple of g.queries rows."""
+    """Read `count` bf16 rows of `source` once, and pack them in each layout that has a destination (`rows`, `transposed`
+    [g.d_steps][MAX_SEQ], `vnni`), zero-padded to a multiple of g.queries rows. One step handles `lanes` rows x `lanes` pairs."""
     with k.loop(0, micro.round_up(k, count, g.queries), g.lanes) as t:
         for c in range(0, g.row_units, g.lanes):
             square = [k.var(k.const(0, k.ivec)) for _ in range(g.lanes)]  # rows t, t + 1, ... of `lanes` units
-            whole = (t + g.lanes) <= count
-            with k.when(whole):
+            all_rows = (t + g.lanes) <= count
+            with k.when(all_rows):
                 for i, x in enumerate(square):
                     x.value = source[t + i].as_dtype("i32").load_raw(c)
-            with k.otherwise(whole):
+            with k.otherwise(all_rows):
                 for i, x in enumerate(square):
                     inside = (t + i) < count
                     with k.when(inside):
@@ -90,17 +92,17 @@ def store_rows(
     k: KernelBuilder, g: micro.Geometry, tile: list[list[Value]], dst: micro.Rows, first: Value, c: Any, count: Value, factors:
     list[Any]
 ) -> None:  # fmt: skip
-    """dst[first + r] from column c on = row r of a register tile times factors[r], for rows below `count`."""
+    """dst[first + r] from column c on = row r of a register tile times factors[r], for the rows below `count`."""
 
     def store_row(r: int) -> None:
         for v, x in enumerate(tile[r]):
             dst[first + r].store(x * factors[r], c + v * g.lanes)
 
-    whole = (first + len(tile)) <= count
-    with k.when(whole):
+    all_rows = (first + len(tile)) <= count
+    with k.when(all_rows):
         for r in range(len(tile)):
             store_row(r)
-    with k.otherwise(whole):
+    with k.otherwise(all_rows):
         for r in range(len(tile)):
             inside = (first + r) < count
             with k.when(inside):
@@ -111,8 +113,8 @@ def gemm_rows(
     k: KernelBuilder, g: micro.Geometry, left: micro.Left, vnni: Pointer, steps: Value, dst: micro.Rows, first: Value, count: Value,
     factors: list[Any], *, add: bool = False,
 ) -> None:  # fmt: skip
-    """dst rows [first, first + g.rows), below `count`, = L @ X times factors[r], or with `add` dst + L @ X (factors are then 1). L
-    (g.rows, tokens) is broadcast, X (tokens, D) a `vnni` block; both from the first of `steps` pairs of tokens on."""
+    """Rows [first, first + g.rows) of dst, below `count`, = (L @ X) times factors[r], or with `add` dst + L @ X (factors are then
+    1). L (g.rows, tokens) is broadcast, X (tokens, D) is a `vnni` block; both begin at the first of `steps` pairs of tokens."""
     with k.loop(0, g.padded_D, g.vectors * g.lanes) as c:
         start = [[dst[first + r].load(c + v * g.lanes) for v in range(g.vectors)] for r in range(g.rows)] if add else None
         tile = micro.micro_kernel(k, g, left, micro.Right(vnni.at(c), g.padded_D), steps, start)
@@ -120,9 +122,9 @@ def gemm_rows(
 
 
 def for_each_causal_tile(k: KernelBuilder, g: micro.Geometry, t: Value, tile: Any) -> None:
-    """tile(first key, rows, first vector, needs_mask) for all keys that the group of g.queries queries (two vectors) from t on
-    sees. A tile has both vectors and g.rows keys, or the second vector and twice as many; `needs_mask`: its first vector has
-    queries before its last key."""
+    """Call tile(first key, rows, first vector, needs_mask) for all keys that the group of g.queries queries (two vectors) from t on
+    sees. A tile has both vectors and g.rows keys, or only the second vector and twice as many keys; `needs_mask`: its first vector
+    has queries before its last key."""
     with k.loop(0, t, g.rows) as j:
         tile(j, g.rows, 0, False)
     with k.loop(t, t + g.lanes, g.rows) as j:
@@ -130,15 +132,16 @@ def for_each_causal_tile(k: KernelBuilder, g: micro.Geometry, t: Value, tile: An
     tile(t + g.lanes, 2 * g.rows, 1, True)
 
 
-def earlier(k: KernelBuilder, g: micro.Geometry, x: Value, key: Value, query: Value, otherwise: float) -> Value:
-    """x, whose lanes are queries from `query` on, but `otherwise` where the query is before `key`."""
-    return k.select(k.iota() < k.splat(key - query), otherwise, x)
+def earlier(k: KernelBuilder, g: micro.Geometry, x: Value, key: Value, query: Value, masked: float) -> Value:
+    """x, whose lanes are queries from `query` on, with `masked` where the query is before `key`."""
+    return k.select(k.iota() < k.splat(key - query), masked, x)
 
 
 def attention_single_block(
     k: KernelBuilder, out, lse, q, keys, values, *, batch, seq, heads, kv_heads, D, strides, mask_spec: MaskSpec
 ) -> None:
-    """out and lse of causal attention of sequences of MAX_SEQ tokens at most. A work item is a head of a sequence."""
+    """out and lse of causal attention of sequences of MAX_SEQ tokens at most. A work item is a head of a sequence. `batch`, `seq`:
+    numbers or names of run-time scalars; `strides`: of q, keys and values."""
     g, T = micro.Geometry.of(k.isa, q.dtype, D), micro.runtime_size(k, seq)
     s = micro.blocks_of(k, forward_units(g))
     softmax_scale_log2 = mask_spec.softmax_scale_log2(k, D)
@@ -163,12 +166,12 @@ def attention_single_block(
 
 
 def single_block_scores(k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], t: Value) -> list[Value]:
-    """s["scores"] (keys, g.queries) = K Q^T of the group of queries from t on, -infinity where the key is later. Returns the
-    largest score of each query."""
+    """s["scores"] (keys, g.queries) = K Q^T of the group of queries from t on, -infinity where the key is later. Returns each
+    query's largest score, g.vectors vectors."""
     top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
 
     def tile(j: Value, rows: int, first: int, needs_mask: bool) -> None:
-        """`rows` keys from j on; of the queries, those of the vectors from `first` on."""
+        """Compute `rows` keys from j on x the queries of the vectors from `first` on."""
         right = micro.Right(s["q_transposed"].at(t + first * g.lanes), MAX_SEQ)
         left = micro.Left(s["k_rows"].at(j * g.row_units), g.row_units, 1)
         scores = micro.micro_kernel(k, g, left, right, g.d_steps, rows=rows, vectors=g.vectors - first)
@@ -190,8 +193,8 @@ def single_block_scores(k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointe
 def single_block_probabilities(
     k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], t: Value, shift: list[Value], softmax_scale_log2: float
 ) -> list[Value]:
-    """s["p"] = exp2(scores * softmax_scale_log2 + shift) of the group of queries from t on, in units along the keys. Returns the
-    sum of each query."""
+    """s["p"] = exp2(scores * softmax_scale_log2 + shift) of the group of queries from t on, packed as units along the keys;
+    `shift`: a vector for each of g.vectors. Returns each query's sum."""
     sums = [k.var_vec(0.0) for _ in range(g.vectors)]
 
     def pair(j: Value, first: int) -> None:
@@ -211,11 +214,11 @@ def single_block_probabilities(
 
 
 def attention_backward_single_block(
-    k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta,
-    *, batch, seq, heads, kv_heads, D, strides, mask_spec,
+    k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, *, batch, seq, heads, kv_heads, D, strides, mask_spec,
 ) -> None:  # fmt: skip
     """dq, dkeys and dvalues of causal attention of sequences of MAX_SEQ tokens at most. A work item is a head of keys with its
-    group of query heads, whose dk and dv are summed in scratch. `strides`: of q, k, v, dq, dk, dv."""
+    group of query heads, whose dk and dv are summed in scratch. `strides`: of q, k, v, dq, dk, dv; `delta`: as in
+    attention_backward.py."""
     g, T = micro.Geometry.of(k.isa, q.dtype, D), micro.runtime_size(k, seq)
     group = heads // kv_heads
     s = micro.blocks_of(k, backward_units(g, group > 1))
@@ -234,15 +237,15 @@ def attention_backward_single_block(
             sums = [(micro.Rows(s[name], g.padded_D), ones) for name in ("dv", "dk")]
             for dst, _ in sums:
                 micro.clear(k, dst.pointer, MAX_SEQ * g.padded_D)
-        with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as member:
-            head = kv_head * group + member
+        with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as group_index:
+            head = kv_head * group + group_index
             load_rows(k, g, micro.Rows.of(q, token, head, D=D, stride=strides[0]), T, transposed=s["q_transposed"], vnni=s["q"])
             load_rows(k, g, micro.Rows.of(dout, token, head, D=D, stride=heads * D), T, transposed=s["do_transposed"], vnni=s["do"])
-            of_head = (sequence * heads + head) * T
+            head_row = (sequence * heads + head) * T
             with k.loop(0, micro.round_up(k, T, g.queries), g.lanes) as t:
                 mask = k.mask_first(T - t)
-                s["shift"].store(lse.at(of_head).load(t, mask) * -log2(e), t)
-                s["delta"].store(delta.at(of_head).load(t, mask), t)
+                s["shift"].store(lse.at(head_row).load(t, mask) * -log2(e), t)
+                s["delta"].store(delta.at(head_row).load(t, mask), t)
             with k.loop(0, T, g.queries) as t:
                 single_block_gradients(k, g, s, t, mask_spec.softmax_scale_log2(k, D))
             # dV = P^T dO and dK = dS^T Q, for g.rows keys at a time: only the queries from key j on see it.
@@ -253,49 +256,49 @@ def attention_backward_single_block(
                     left, right = micro.Left(s[name].at(j * half + u), half, 1), s[vnni].at(u * g.padded_D)
                     gemm_rows(k, g, left, right, pairs - u, dst, j, T, factors, add=group > 1)
             # dQ = dS K, for g.rows queries at a time, which see no key behind their last one.
-            to_dq = micro.Rows.of(dq, token, head, D=D, stride=strides[3])
+            dq_rows = micro.Rows.of(dq, token, head, D=D, stride=strides[3])
             with k.loop(0, T, g.rows) as i:
                 num_keys = k.ceil_div(k.min(i + g.rows, T), 2)
-                gemm_rows(k, g, micro.Left(s["ds_vnni"].at(i), 1, MAX_SEQ), s["k"], num_keys, to_dq, i, T, scale)
+                gemm_rows(k, g, micro.Left(s["ds_vnni"].at(i), 1, MAX_SEQ), s["k"], num_keys, dq_rows, i, T, scale)
         if group > 1:
             micro.unpack_tile(k, g, s["dv"], T, dv, 1.0)
             micro.unpack_tile(k, g, s["dk"], T, dk, scale[0])
 
 
 def single_block_gradients(k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], t: Value, softmax_scale_log2: float) -> None:
-    """P = exp(S - lse) and dS = P (dP - delta) of the group of queries from t on: s["p"], s["ds"] in units along the queries,
-    s["ds_vnni"] = dS in units along the keys."""
+    """P = exp(S - lse) and dS = P (dP - delta) of the group of queries from t on: s["p"], s["ds"] packed as units along the
+    queries, s["ds_vnni"] = dS as units along the keys. S = K Q^T and dP = V dO^T, both transposed."""
 
     def tile(j: Value, rows: int, first: int, needs_mask: bool) -> None:
-        """`rows` keys from j on; of the queries, those of the vectors from `first` on, which begin at query `at`."""
+        """Compute `rows` keys from j on x the queries of the vectors from `first` on, which begin at query `first_query`."""
         lanes = range(first, g.vectors)
         shape = {"rows": rows, "vectors": len(lanes)}
-        at = t + first * g.lanes
-        found = micro.micro_kernel(
-            k, g, micro.Left(s["k_rows"].at(j * g.row_units), g.row_units, 1), micro.Right(s["q_transposed"].at(at), MAX_SEQ),
-            g.d_steps, **shape,
+        first_query = t + first * g.lanes
+        scores = micro.micro_kernel(
+            k, g, micro.Left(s["k_rows"].at(j * g.row_units), g.row_units, 1),
+            micro.Right(s["q_transposed"].at(first_query), MAX_SEQ), g.d_steps, **shape,
         )  # fmt: skip
         for n, v in enumerate(lanes):
             shift = s["shift"].load(t + v * g.lanes)
-            for r, row in enumerate(found):
+            for r, row in enumerate(scores):
                 p = micro.exp2_nonpositive(k, g, k.fma(row[n], softmax_scale_log2, shift))
                 if needs_mask and v == first:
                     p = earlier(k, g, p, j + r, t + v * g.lanes, 0.0)
                 s["p_tile"].store(p, (r * len(lanes) + n) * g.lanes)
-        found = micro.micro_kernel(
-            k, g, micro.Left(s["v_rows"].at(j * g.row_units), g.row_units, 1), micro.Right(s["do_transposed"].at(at), MAX_SEQ),
-            g.d_steps, **shape,
+        dp = micro.micro_kernel(
+            k, g, micro.Left(s["v_rows"].at(j * g.row_units), g.row_units, 1),
+            micro.Right(s["do_transposed"].at(first_query), MAX_SEQ), g.d_steps, **shape,
         )  # fmt: skip
         deltas = [s["delta"].load(t + v * g.lanes) for v in lanes]
         for r in range(0, rows, 2):
             ds: list[list[Value]] = []
             for i in (r, r + 1):
                 p = [s["p_tile"].load((i * len(lanes) + n) * g.lanes) for n in range(len(lanes))]
-                ds.append([x * (y - d) for x, y, d in zip(p, found[i], deltas, strict=True)])
-                unit = (j + i) * (MAX_SEQ // 2) + (at >> 1)
+                ds.append([x * (y - d) for x, y, d in zip(p, dp[i], deltas, strict=True)])
+                unit = (j + i) * (MAX_SEQ // 2) + (first_query >> 1)
                 micro.store_units(k, g, s["p"].at(unit), p)
                 micro.store_units(k, g, s["ds"].at(unit), ds[-1])
             for n, (even, odd) in enumerate(zip(*ds, strict=True)):
-                s["ds_vnni"].store(micro.pack_units(k, g, even, odd), ((j + r) >> 1) * MAX_SEQ + at + n * g.lanes)
+                s["ds_vnni"].store(micro.pack_units(k, g, even, odd), ((j + r) >> 1) * MAX_SEQ + first_query + n * g.lanes)
 
     for_each_causal_tile(k, g, t, tile)

@@ -1,9 +1,9 @@
 """Block-sparse attention, forward: over the blocks of keys that a layout lists (`program/layouts.py` has the tables).
 
-Shapes as in attention_forward.py. A work item is one row of the layout: a block of queries of one head. Its listed blocks of keys
-are gathered into one packed tile of at most KEY_BLOCK rows, and are then keys like any others: register tiles do not know that
-they are not contiguous in memory. Only tiles of partly masked blocks read mask bits. The relative position bias
-(relative_position_bias.py) is the initial accumulator of the scores."""
+Shapes and common parameters as in attention_forward.py; `block`: queries or keys of a block. A work item is one row of the layout:
+a block of queries of one head. Its listed blocks of keys are gathered into one packed tile of at most KEY_BLOCK rows, and are then
+keys like any others: register tiles do not know that they are not contiguous in memory. Only tiles of partly masked blocks read
+mask bits. The relative position bias (relative_position_bias.py) is the initial accumulator of the scores."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,8 +12,8 @@ from typing import Any
 
 from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Value, lowering
 from barellm.cpu.kernels.attention import attention_microkernels as micro
-from barellm.cpu.kernels.attention.attention_forward import LOWEST, finish_softmax, init_softmax, online_softmax_step
-from barellm.cpu.kernels.attention.attention_mask import PLAIN
+from barellm.cpu.kernels.attention.attention_forward import finish_softmax, init_softmax, online_softmax_step
+from barellm.cpu.kernels.attention.attention_mask import LOWEST, PLAIN
 from barellm.cpu.kernels.attention.relative_position_bias import Distances, RelativePositionBias, forward_units
 from barellm.cpu.kernels.gemm import amx
 from barellm.program import dtypes, layouts
@@ -21,20 +21,21 @@ from barellm.runtime.lowering import weight_operand
 
 
 def geometry(isa: ISA, dtype: str, D: int, block: int, *, tiles: bool) -> micro.Geometry:
-    """Groups of queries that divide a block. AMX tiles must lie in one block, and a position bias, the scores' initial accumulator,
-    needs them in vector registers."""
+    """The geometry whose groups of queries divide a block. AMX is used if its tiles lie in one block and `tiles` is true: a
+    position bias, the scores' initial accumulator, needs vector registers."""
     g = micro.Geometry.of(isa, dtype, D, tiles=tiles and block % amx.TILE_K == 0)
     return g if block % g.queries == 0 else replace(g, vectors=1)
 
 
 def blocks_per_pack(block: int) -> int:
-    """Blocks of keys in a packed tile."""
+    """Blocks of keys in a packed tile of at most KEY_BLOCK keys."""
     return max(1, micro.KEY_BLOCK // block)
 
 
 @dataclass(frozen=True)
 class Table:
-    """One of a layout's tables in CSR form, of rows or of columns."""
+    """One of a layout's tables in CSR form, of rows (blocks of keys for each block of queries) or of columns: begins of the lists,
+    block numbers of the entries, kinds of the entries. `masks`: bits of the partly masked blocks."""
 
     k: KernelBuilder
     table: Pointer
@@ -58,8 +59,8 @@ class Table:
     def tile_mask(
         self, g: micro.Geometry, entry: Value, query: Value, j: Value
     ) -> tuple[Value, Callable[[], Callable[[int, int], Value]]]:
-        """Whether the tile from row j on of packed blocks, of which `entry` is the first, is partly masked for the group from
-        position `query` of its block on; and a function that makes the mask."""
+        """(partly masked (i1), function that returns the lane mask) of the tile from row j of the packed blocks on, whose first one
+        is `entry`, for the group of queries from position `query` of its block on."""
         k, words = self.k, -(-self.block // layouts.WORD)
         kind = self.kind(entry + j // self.block)
 
@@ -82,8 +83,8 @@ def gather(
     k: KernelBuilder, g: micro.Geometry, table: Table, tensors: tuple[tuple[micro.Rows, Pointer], ...], entry: Value, num_blocks:
     Value, T: Value
 ) -> None:  # fmt: skip
-    """Pack the blocks of keys of `num_blocks` entries, from `entry` on, one after the other as `rows`: for each (tensor, block of
-    scratch) of `tensors`. A sequence has T tokens, and rows behind them are zero."""
+    """Pack the blocks of keys of `num_blocks` entries, from `entry` on, one after the other as `rows`: for each (tensor, scratch
+    block) of `tensors`. A sequence has T tokens; rows beyond are zero."""
     with k.loop(0, num_blocks) as i:
         j0 = table.block_of(entry + i) * table.block
         for rows, dst in tensors:
@@ -91,7 +92,7 @@ def gather(
 
 
 def scratch_units(g: micro.Geometry, block: int, distances: Distances | None) -> dict[str, int]:
-    """Sizes in units of the blocks of scratch; `distances`: those that have a relative position bias, None: no bias."""
+    """Sizes of the blocks in scratch, in 32-bit units; `distances`: those that have a relative position bias, None: no bias."""
     n, rows = block // g.queries, blocks_per_pack(block) * block
     bias = forward_units(g, block, blocks_per_pack(block)) if distances else {}
     return {
@@ -115,10 +116,10 @@ def block_sparse_attention(
     k: KernelBuilder, out, lse, q, keys, values, rows, masks, relative,
     *, batch, seq, heads, kv_heads, D, strides, block, lists, entries, distances,
 ) -> None:  # fmt: skip
-    """out and lse of attention over the blocks of `block` keys that the table `rows` lists for each block of queries; `masks`: bits
-    of partly masked blocks. `relative` (distances, heads * D): the vectors of a relative position bias, or None. `lists`,
-    `entries`: sizes of the table. Per work item: pack the queries; pack as many listed blocks as fit into KEY_BLOCK rows; one step
-    of the online softmax for each group of queries."""
+    """out and lse of attention over the blocks of keys that the table `rows` lists for each block of queries; `masks`: bits of
+    partly masked blocks. `relative` (distances, heads * D): the vectors of a relative position bias, or None. `lists`, `entries`:
+    sizes of the table. Per work item: pack the queries; pack as many listed blocks as fit into KEY_BLOCK rows; one step of the
+    online softmax for each group of queries."""
     g, T = geometry(k.isa, q.dtype, D, block, tiles=relative is None), micro.runtime_size(k, seq)
     s = micro.blocks_of(k, scratch_units(g, block, distances))
     softmax_scale, softmax_scale_log2 = PLAIN.softmax_scale(k, D), PLAIN.softmax_scale_log2(k, D)
@@ -167,7 +168,7 @@ def block_sparse_attention(
 
 
 def shape_of(op: Op) -> dict[str, Any]:
-    """Constants of the kernels: sizes, and those of the layout's tables."""
+    """Compile-time constants of the kernels: sizes, and those of the layout's tables."""
     layout = op.layout
     lists = {"block": layout.block, "lists": layout.heads * layout.rows, "entries": len(layout.keys)}
     return micro.size_constants(op) | lists | {"distances": op.distances if op.relative is not None else None}

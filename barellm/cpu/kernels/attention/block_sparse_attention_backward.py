@@ -9,8 +9,8 @@ sum runs over the same blocks in the same order:
 The run-time shape and the number of threads decide. A row has its blocks of keys packed into one tile, like the forward pass; a
 column has one block of keys and loops over the rows that list it.
 
-The gradient of the position bias is a sum over all queries. Rows of a layout form parts, whose number follows from the sequences
-and the heads; each part of each sequence has a partial sum, and these are added in order."""
+The gradient of the position bias is a sum over all queries. The rows of a layout are split into parts, whose number depends on the
+numbers of sequences and heads; each part of each sequence has a partial sum, and these are added in order."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -41,7 +41,7 @@ PARTIAL_SUMS = 64  # of the position bias's gradient, over all heads of keys: en
 
 
 def scratch_units(g: micro.Geometry, block: int, rows: int, distances: Distances | None) -> dict[str, int]:
-    """The blocks of scratch, in units; dk and dv of all `rows` of keys may accumulate there."""
+    """Sizes of the blocks in scratch, in 32-bit units; dk and dv of all `rows` keys may accumulate there."""
     packed = blocks_per_pack(block) * block
     bias = backward_units(g, block, blocks_per_pack(block), distances) if distances else {}
     return {
@@ -55,14 +55,16 @@ def scratch_units(g: micro.Geometry, block: int, rows: int, distances: Distances
 
 
 class BlockSparseHead(BackwardHead):
-    """A head whose queries see what a layout lists. State of the loops: `query`, the group's first query in its block, and `entry`,
-    the table's entry of the first packed block, where masks are looked up; `block_distance(i)`: how many blocks packed block i of
-    keys lies before the queries. With `sums` it accumulates the gradient of its relative position bias."""
+    """A BackwardHead whose queries see the blocks that a layout lists. State of the loops: `query`, the group's first query in its
+    block, and `entry`, the table's entry of the first packed block, by which masks are found; block_distance(i): the index of the
+    block of queries minus that of packed block i of keys. With `sums` it accumulates the gradient of its relative position bias."""
 
     def __init__(
         self, k: KernelBuilder, operands: Operands, sequence: Value, head: Value, table: Table, rows: int,
         relative: Pointer | None, distances: Distances | None, *, sums: bool, **size_constants: Any,
     ) -> None:  # fmt: skip
+        """`rows`: tokens of a sequence, padded to blocks; `relative`, `distances`: the position bias's vectors and their distances,
+        or None."""
         self.table, self.padded, self.distances = table, rows, distances
         super().__init__(k, operands, sequence, head, rate=0.0, length=rows, mask_spec=PLAIN, **size_constants)
         self.query = self.entry = k.int(0)
@@ -84,7 +86,7 @@ class BlockSparseHead(BackwardHead):
             self.sums.record_ds(j, ds)
 
     def pack_bias(self, num_blocks: Value) -> None:
-        """Pack the vectors of the position bias of `num_blocks` packed blocks of keys."""
+        """Pack the position bias's vectors for `num_blocks` packed blocks of keys."""
         if self.bias:
             with self.bias.for_each_near(num_blocks, self.block_distance) as (block_distance, i):
                 self.bias.pack_tile(block_distance, i)
@@ -92,7 +94,7 @@ class BlockSparseHead(BackwardHead):
                     self.bias.vnni_pack(i)
 
     def bias_scores(self, num_blocks: Value) -> None:
-        """The bias of the packed group of queries and `num_blocks` packed blocks of keys, R Q^T, to scratch."""
+        """Compute R Q^T, the position bias of the packed group of queries and `num_blocks` packed blocks of keys, in scratch."""
         if self.bias:
             with self.bias.for_each_near(num_blocks, self.block_distance) as (block_distance, i):
                 self.bias.multiply(block_distance, i, self.query, self.s["q_transposed"])
@@ -103,8 +105,8 @@ class BlockSparseHead(BackwardHead):
         return self.table.tile_mask(self.g, self.entry, self.query, key)
 
     def add_row(self, row: Value, begin: Value, end: Value, is_one_pass: Value) -> None:
-        """dq of the block of queries `row` over the table's entries [begin, end), to scratch; where `is_one_pass` (i1) also what
-        these queries add to dk and dv."""
+        """Accumulate in scratch dq of the block of queries `row` over the table's entries [begin, end); where `is_one_pass` (i1)
+        also what these queries add to dk and dv."""
         k, g, s, block = self.k, self.g, self.s, self.table.block
         first = row * block
         last = k.min(first + block, self.T)
@@ -129,22 +131,22 @@ class BlockSparseHead(BackwardHead):
                     with self.sums.for_each_near(num_blocks, self.block_distance) as (block_distance, i):
                         self.sums.backward(block_distance, i, t - first, dq)
 
-    def store_row(self, row: Value, keep: Value | None) -> None:
-        """Write dq of the block of queries `row`, or add it where `keep`."""
+    def store_row(self, row: Value, add: Value | None) -> None:
+        """Write dq of the block of queries `row`, or add it where `add` (i1, None: never)."""
         g, block = self.g, self.table.block
         first = row * block
         with self.k.loop(first, self.k.min(first + block, self.T), g.queries) as t:
-            self.store_dq(t, self.s["dq"].at((t - first) * g.acc_rows), keep)
+            self.store_dq(t, self.s["dq"].at((t - first) * g.acc_rows), add)
 
 
 def rows_per_part(k: KernelBuilder, batch: str | int, kv_heads: int, blocks: Value) -> Value:
-    """How many rows of a layout of `blocks` rows share a partial sum of the position bias's gradient."""
+    """How many rows of a layout of `blocks` rows share one partial sum of the position bias's gradient."""
     return k.ceil_div(blocks, k.ceil_div(k.int(PARTIAL_SUMS), micro.runtime_size(k, batch) * kv_heads))
 
 
 @contextmanager
 def query_heads(k: KernelBuilder, group: int) -> Iterator[Value]:
-    """The heads of queries that share a head of keys, one after the other."""
+    """Loop over the `group` heads of queries that share a head of keys; yields the index in the group."""
     with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as member:
         yield member
 
@@ -153,44 +155,43 @@ def block_sparse_attention_backward_rows(
     k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, rows, masks, relative, partials,
     *, batch, modes, heads, kv_heads, block, lists, entries, distances, **shape,
 ) -> None:  # fmt: skip
-    """Compute dq, and in one pass also dk and dv. `modes` are those of dq, dk and dv; `strides` of `shape` those of q, k, v, dq,
-    dk, dv. partials (sequences, parts, distances, heads * D): sums of the relative bias's gradient. A work item is a head of keys
-    (one pass) or a part of its rows, for all heads of queries that share it."""
+    """Compute dq, and in one pass also dk and dv. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v, dq,
+    dk, dv. partials (sequences, parts, distances, heads * D): partial sums of the relative bias's gradient. A work item is a head
+    of keys (one pass) or a part of its rows, for all heads of queries that share it."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
     table, T, group = Table(k, rows, masks, block, lists, entries), micro.runtime_size(k, shape["seq"]), heads // kv_heads
     shared, blocks = micro.runtime_size(k, batch) * kv_heads, k.ceil_div(T, block)
     is_one_pass, padded = use_one_pass(k, shared), lists // heads * block
-    keep = [k.keep(mode) for mode in modes]
+    add = [k.keep(mode) for mode in modes]
     part_rows = k.int(1) if relative is None else rows_per_part(k, batch, kv_heads, blocks)
     parts = k.ceil_div(blocks, part_rows)
     g = geometry(k.isa, q.dtype, shape["D"], block, tiles=relative is None)
     with amx.tile_registers(k, g.tiles), k.parallel_for(shared * k.select(is_one_pass, k.int(1), parts)) as item:
-        index = k.select(is_one_pass, item, item // parts)
-        number = parts - 1 - item % parts  # the longest rows of a causal layout first
-        start, stop = k.select(is_one_pass, k.int(0), number), k.select(is_one_pass, parts, number + 1)
-        with query_heads(k, group) as member:
-            head, sequence = index % kv_heads * group + member, index // kv_heads
+        index = k.select(is_one_pass, item, item // parts)  # of the head of keys, over all sequences
+        part_index = parts - 1 - item % parts  # the longest rows of a causal layout first
+        start, stop = k.select(is_one_pass, k.int(0), part_index), k.select(is_one_pass, parts, part_index + 1)
+        with query_heads(k, group) as group_index:
+            head, sequence = index % kv_heads * group + group_index, index // kv_heads
             h = BlockSparseHead(
-                k, operands, sequence, head, table, padded, relative, distances,
-                sums=True, heads=heads, kv_heads=kv_heads, **shape,
+                k, operands, sequence, head, table, padded, relative, distances, sums=True, heads=heads, kv_heads=kv_heads, **shape,
             )  # fmt: skip
-            with k.when(is_one_pass & member.equals(0)):
+            with k.when(is_one_pass & group_index.equals(0)):
                 for name in ("dk", "dv"):
                     micro.clear(k, h.s[name], blocks * (block * g.padded_D))
             if h.sums:
                 h.sums.clear_padding(blocks_per_pack(block))
-            with k.loop(start, stop) as place:
+            with k.loop(start, stop) as part_of_rows:
                 if h.sums:
                     h.sums.clear()
-                with k.loop(place * part_rows, k.min(place * part_rows + part_rows, blocks)) as row:
+                with k.loop(part_of_rows * part_rows, k.min(part_of_rows * part_rows + part_rows, blocks)) as row:
                     h.add_row(row, *table.entries_of(head * (lists // heads) + row), is_one_pass)
-                    h.store_row(row, keep[0])
+                    h.store_row(row, add[0])
                 if h.sums:
                     C, M = heads * h.g.D, distances[1] - distances[0] + 1
-                    dst = partials.at((sequence * parts + place) * (M * C) + head * h.g.D)
+                    dst = partials.at((sequence * parts + part_of_rows) * (M * C) + head * h.g.D)
                     h.sums.store(micro.Rows(dst, C), 1 / sqrt(h.g.D))
-            with k.when(is_one_pass & member.equals(group - 1)):
-                h.store_dkdv(k.int(0), T, h.s["dk"], h.s["dv"], (keep[1], keep[2]))
+            with k.when(is_one_pass & group_index.equals(group - 1)):
+                h.store_dkdv(k.int(0), T, h.s["dk"], h.s["dv"], (add[1], add[2]))
 
 
 def block_sparse_attention_backward_columns(
@@ -202,14 +203,14 @@ def block_sparse_attention_backward_columns(
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
     table, T, group = Table(k, columns, masks, block, lists, entries), micro.runtime_size(k, shape["seq"]), heads // kv_heads
     shared, blocks = micro.runtime_size(k, batch) * kv_heads, k.ceil_div(T, block)
-    keep = [k.keep(mode) for mode in modes]
+    add = [k.keep(mode) for mode in modes]
     padded = lists // heads * block
     g = geometry(k.isa, q.dtype, shape["D"], block, tiles=relative is None)
     items = k.select(use_one_pass(k, shared), k.int(0), shared * blocks)
     with amx.tile_registers(k, g.tiles), k.parallel_for(items) as item:
         index, column = item // blocks, item % blocks
-        with query_heads(k, group) as member:
-            head = index % kv_heads * group + member
+        with query_heads(k, group) as group_index:
+            head = index % kv_heads * group + group_index
             h = BlockSparseHead(
                 k, operands, index // kv_heads, head, table, padded, relative, distances,
                 sums=False, heads=heads, kv_heads=kv_heads, **shape,
@@ -217,7 +218,7 @@ def block_sparse_attention_backward_columns(
             s, j0 = h.s, column * block
             count = k.min(T - j0, block)
             # The first query head of the group packs the keys, and the last one stores the sums of all.
-            with k.when(member.equals(0)):
+            with k.when(group_index.equals(0)):
                 for source, name in ((h.keys, "k_rows"), (h.values, "v_rows")):
                     micro.pack_tile(k, g, source.start(j0), count, block, s[name])
                 for name in ("dk", "dv"):
@@ -233,12 +234,12 @@ def block_sparse_attention_backward_columns(
                     h.bias_scores(k.int(1))
                     h.probabilities(k.int(0), t, 0, k.int(block), shift, deltas, for_dkdv=True)
                     h.add_dkdv(0, k.int(block), s["dk"], s["dv"])
-            with k.when(member.equals(group - 1)):
-                h.store_dkdv(j0, count, s["dk"], s["dv"], (keep[1], keep[2]))
+            with k.when(group_index.equals(group - 1)):
+                h.store_dkdv(j0, count, s["dk"], s["dv"], (add[1], add[2]))
 
 
 def add_relative_parts(k: KernelBuilder, drelative, partials, *, batch, seq, kv_heads, block, size, mode) -> None:
-    """drelative (size) = the sum over sequences and parts, in order."""
+    """drelative (size) = the sum of the partial sums over sequences and parts, in order."""
     blocks = k.ceil_div(micro.runtime_size(k, seq), block)
     parts = k.ceil_div(blocks, rows_per_part(k, batch, kv_heads, blocks))
     add_chunks(k, drelative, partials, micro.runtime_size(k, batch) * parts, size, size, mode)
@@ -246,8 +247,7 @@ def add_relative_parts(k: KernelBuilder, drelative, partials, *, batch, seq, kv_
 
 @lowering("block_sparse_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)
 def lower_block_sparse_attention_backward(op: Op, c: Lowering) -> None:
-    """delta, both passes, of which the second does nothing where one pass is chosen, and the sum of the bias's partial
-    gradients."""
+    """Call delta, both passes (the second does nothing where one pass is chosen), and the sum of the bias's partial gradients."""
     shape, layout = shape_of(op), op.layout
     shape["strides"] += tuple(t.row_stride for t in (op.dq, op.dk, op.dv))
     modes = tuple(op.modes[name] for name in ("dq", "dk", "dv"))

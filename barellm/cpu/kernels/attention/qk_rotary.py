@@ -1,6 +1,8 @@
-"""QK norm (RMSNorm of heads) and half-truncated RoPE, forward and backward. Shapes: x, y, dy, dx (batch, seq, W), rows of x and
-dx each their own stride apart; rstd (batch, seq, heads + kv_heads); cos, sin (positions, D / 4) fp32. `half` columns rotate: D /
-2."""
+"""QK norm (RMSNorm of each head of queries and keys) and half-truncated RoPE, forward and backward. Shapes: x, y, dy, dx (batch,
+seq, W), rows of x and dx each with their own stride; rstd (batch, seq, heads + kv_heads); cos, sin (positions, D / 4) fp32. The
+first `half` = D / 2 columns of a head rotate, in planes of two adjacent ones. `shift`: modded-nanogpt's shifted keys, the upper
+half of whose columns comes from the position before. `paired`: two adjacent heads share a row of a folded sequence, with angles of
+their own."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +19,8 @@ PREFETCH_ROWS = 4  # of dy, where a head reads halves of two: without, that took
 
 
 def constants_of(op: Op) -> dict[str, Any]:
-    """Constants of these kernels. `strides`: of the rows of x and of the result, in elements; `lines`: whether the result's rows
-    are whole cache lines; `half`: columns of a head that rotate; `paired`, `shift`: of the op."""
+    """Compile-time constants of these kernels. `strides`: of the rows of x and of the result, in elements; `lines`: whether the
+    result's rows fill cache lines."""
     out = next(iter(op.outputs.values()))
     lines = all(n % 64 == 0 for n in (out.first_column, out.row_stride))
     axes = {"batch": size_constant(op.x.shape[0]), "seq": size_constant(op.x.shape[1]), "half": 2 * int(op.cos.shape[1])}
@@ -27,8 +29,8 @@ def constants_of(op: Op) -> dict[str, Any]:
 
 
 class Angles:
-    """RoPE of a head by the angles in one row of the tables: adjacent columns 2 i and 2 i + 1 rotate in plane i, or with `back` by
-    the negative angle. `cached`: the factors of all columns stay in registers."""
+    """RoPE of a head by the angles in one row of the tables: adjacent columns 2 i and 2 i + 1 rotate in plane i; with `back` by the
+    negative angle. `cached`: the factors of all columns stay in registers."""
 
     def __init__(self, k: KernelBuilder, cos: Pointer, sin: Pointer, *, half: int, back: bool, cached: bool) -> None:
         self.k, self.cos, self.sin, self.half, self.back = k, cos, sin, half, back
@@ -43,8 +45,8 @@ class Angles:
         return self.k.fma(v, same, neighbours * other)
 
     def _factors(self, c: int) -> tuple[Value, Value]:
-        """The factors of each column and of its neighbour in the plane: cosine and sine. The sine is negative for odd columns, and
-        for even ones when turning back. Columns that do not rotate have 1 and 0."""
+        """(factor of each column, factor of its neighbour in the plane): cosine and sine. The sine is negative for odd columns, or
+        with `back` for even ones. Columns that do not rotate have 1 and 0."""
         k, left = self.k, self.half - c
         same, other = self._twice(self.cos, c), self._twice(self.sin, c)
         if left < k.lanes:
@@ -54,7 +56,7 @@ class Angles:
         return same, k.bitcast(flipped, k.vec)
 
     def _twice(self, table: Pointer, c: int) -> Value:
-        """The number of each plane in both of its columns; zero behind the last."""
+        """Load the table's values for columns from c on: each plane's value in both of its columns, zero beyond the last plane."""
         k, planes, left = self.k, self.k.lanes // 2, (self.half - c) // 2
         if left >= planes:
             numbers = k.op(f"<{planes} x float>", f"load <{planes} x float>, ptr {table.at(c // 2).ref}, align 4")
@@ -66,7 +68,7 @@ class Angles:
 @dataclass(frozen=True)
 class HeadOfRow:
     """A head of a row of x. `begin`: the first row of the work item; `t`: the position in its sequence; `moves`: whether the upper
-    half of its columns comes from the position before (modded-nanogpt's shifted keys)."""
+    half of its columns comes from the position before."""
 
     row: Value
     begin: Value
@@ -77,7 +79,7 @@ class HeadOfRow:
 
 
 class HeadLoop:
-    """The parallel loop over all heads of all rows, and what is done with the vectors of a head."""
+    """The parallel loop over all heads of all rows, and the loads, stores and sums of a head's vectors."""
 
     def __init__(self, k: KernelBuilder, cos, sin, *, batch, seq, half, heads, kv_heads, paired, shift, back) -> None:
         self.k, self.tables, self.half, self.back = k, (cos, sin), half, back
@@ -87,8 +89,8 @@ class HeadLoop:
         self.W = self.D * self.count
 
     def heads_of_rows(self) -> Iterator[HeadOfRow]:
-        """Each head of each row, inside the emitted loops; of paired heads two, which have angles of their own. With `shift` the
-        heads of keys have loops of their own, for they move."""
+        """Yield each head of each row, inside the emitted loops; with `paired` two adjacent ones at a time, each with its own
+        angles. With `shift` the heads of keys have a loop of their own, as they move."""
         k, quarter = self.k, self.half // 2  # planes of a head
         parts = [(0, self.heads, False), (self.heads, self.count, True)] if self.shift else [(0, self.count, False)]
         cached = 2 * self.step * -(-self.half // k.lanes) <= k.isa.registers // 2
@@ -104,7 +106,7 @@ class HeadLoop:
                         yield HeadOfRow(row, begin, t, head + i, angles[i], moves)
 
     def vectors(self, low: int, high: int) -> list[tuple[int, int, Value | None]]:
-        """(number, first column, mask or None) of a head's vectors that have columns in [low, high); the mask has these."""
+        """(index, first column, mask) of each of a head's vectors that has columns in [low, high); mask None: all."""
         k, vectors = self.k, []
         for j, c in enumerate(range(0, self.D, k.lanes)):
             first, last = max(low - c, 0), min(high - c, k.lanes)
@@ -122,7 +124,7 @@ class HeadLoop:
             self.k.prefetch(head.at(rows * stride + c), near=near)
 
     def store(self, row: Pointer, values: list[Value], nontemporal: Value | None) -> None:
-        """Store the vectors of a head, in pairs (a cache line of 16-bit dtypes) where all are whole."""
+        """Store the vectors of a head, in pairs (a cache line of 16-bit dtypes) if no vector is partial."""
         n = self.k.lanes
         if self.half % (2 * n) == 0:
             for j in range(0, len(values), 2):
@@ -132,12 +134,12 @@ class HeadLoop:
                 row.store(values[j], c, mask)
 
     def replace_upper(self, values: list[Value], upper: list[Value]) -> None:
-        """values[j] = upper[j] in the columns of the upper half; `upper` has the vectors with such columns only."""
+        """values[j] = upper[j] in the columns of the upper half; `upper` has only the vectors that contain such columns."""
         for new, (j, c, mask) in zip(upper, self.vectors(self.half, self.D), strict=True):
             values[j] = new if mask is None or c >= self.half else self.k.select(mask, new, values[j])
 
     def nontemporal(self, out: Pointer, lines: bool) -> Value | None:
-        """Whether the result goes past the caches (i1); None where it cannot."""
+        """Whether (i1) the result bypasses the caches: it is larger than STREAM_BYTES; None where its alignment forbids that."""
         aligned = lines and self.half % (2 * self.k.lanes) == 0
         return self.rows * (self.W * out.itemsize) > STREAM_BYTES if aligned else None
 
@@ -159,8 +161,8 @@ def lane_range_mask(k: KernelBuilder, first: int, last: int) -> Value:
 @kernel("qk_rotary", constants=lambda op: {"eps": op.eps, **constants_of(op)}, views="x")
 def qk_rotary(k: KernelBuilder, y, rstd, x, cos, sin, *, eps, strides, lines, **shape) -> None:
     """y = RoPE(x * rstd) for each head, rstd = 1 / sqrt(mean(x^2) + eps) over its D columns. Memory is read once: a head stays in
-    registers. Of heads that move, the upper half is that of the position before."""
-    walk = HeadLoop(k, cos, sin, back=False, **shape)
+    registers. If a head moves, its upper half is that of the position before, normalized by that one's rstd."""
+    walk = HeadLoop(k, cos, sin, back=False, **shape)  # heads of rows, and their vectors
     nontemporal = walk.nontemporal(y, lines)
 
     def rstd_of(v: list[Value]) -> Value:
@@ -191,8 +193,8 @@ def qk_rotary(k: KernelBuilder, y, rstd, x, cos, sin, *, eps, strides, lines, **
 
 @kernel("qk_rotary_backward", constants=constants_of, views="x dx")
 def qk_rotary_backward(k: KernelBuilder, dx, dy, x, rstd, cos, sin, *, strides, lines, mode_dx, **shape) -> None:
-    """dx = rstd (dn - n mean(dn n)) for each head, where n = x rstd, and dn is dy rotated back and, of heads that move, with the
-    upper half moved back to the position before."""
+    """dx = rstd (dn - n mean(dn n)) for each head, where n = x rstd, and dn is dy rotated back; if the head moves, the upper half
+    of dn goes back to the position before."""
     walk = HeadLoop(k, cos, sin, back=True, **shape)
     nontemporal = walk.nontemporal(dx, lines) if mode_dx == "store" else None
     for at in walk.heads_of_rows():
@@ -217,8 +219,8 @@ def qk_rotary_backward(k: KernelBuilder, dx, dy, x, rstd, cos, sin, *, strides, 
 
 
 def move_back(walk: HeadLoop, dn: list[Value], row: Pointer, t: Value) -> None:
-    """Replace the upper half of `dn`, the gradient of a head at position t, by that of the next position, or by nothing at the
-    last one. The first position keeps its own besides."""
+    """Replace the upper half of `dn`, the gradient of a head at position t, by that of the next position, or by zero at the last
+    one. Position 0 keeps its own as well, because it has no position before. `row`: the head in dy."""
     k, upper = walk.k, walk.vectors(walk.half, walk.D)
     moved = new_accumulators(k, len(upper))
     with k.when(t + 1 < walk.T):

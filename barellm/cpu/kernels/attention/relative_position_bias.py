@@ -20,7 +20,7 @@ Distances = tuple[int, int]  # first and last that have a vector
 
 
 def forward_units(g: micro.Geometry, block: int, packed: int) -> dict[str, int]:
-    """The blocks of scratch, in units, for `packed` blocks of keys."""
+    """Sizes of the blocks in scratch of the forward pass, in 32-bit units, for `packed` blocks of keys."""
     return {"r_rows": g.rows_units(packed * 2 * block), "bias": packed * (block + g.queries) * g.queries}
 
 
@@ -37,9 +37,9 @@ def backward_units(g: micro.Geometry, block: int, packed: int, distances: Distan
 
 @dataclass(frozen=True)
 class RelativePositionBias:
-    """The bias of one head, whose vectors R are the rows `table`. Parameters of the methods: packed block `i` of keys (blocks are
-    packed one after the other), `block_distance` = number of the block of queries - that of the keys, `at` = the group's first
-    query in its block."""
+    """The bias of one head, whose vectors R are the rows `table`, for the distances [first, last] of `distances`. Parameters of the
+    methods: `i`, the index of a packed block of keys; `block_distance` = index of the block of queries minus that of the block of
+    keys; `query`, the group's first query in its block."""
 
     k: KernelBuilder
     g: micro.Geometry
@@ -49,30 +49,30 @@ class RelativePositionBias:
     distances: Distances
 
     def near(self, block_distance: Value) -> Value:
-        """Whether some pair of the two blocks has a bias."""
+        """Whether (i1) some query and key of two blocks have a distance that has a vector."""
         first, last = self.distances
         middle = block_distance * self.block
         return (middle + (self.block - 1) >= first) & (middle - (self.block - 1) <= last)
 
     @contextmanager
     def for_each_near(self, num_blocks: Value, block_distance: Callable[[Value], Value]) -> Iterator[tuple[Value, Value]]:
-        """Loop over those of `num_blocks` packed blocks that have a bias: (block distance, number) of each."""
+        """Loop over those of `num_blocks` packed blocks that have a bias; yields (block distance, index of the packed block)."""
         with self.k.loop(0, num_blocks) as i:
             distance = block_distance(i)
             with self.k.when(self.near(distance)):
                 yield distance, i
 
     def pack_tile(self, block_distance: Value, i: Value) -> None:
-        """s["r_rows"] = the vectors of 2 * block distances, from block_distance * block - (block - 1) on; zero for distances
-        without one."""
+        """s["r_rows"] = the vectors of 2 * block distances from block_distance * block - (block - 1) on; zero where there is
+        none."""
         k, g, rows = self.k, self.g, 2 * self.block
         first, last = self.distances
-        number = block_distance * self.block - (self.block - 1 + first)  # of the first row in the table
-        before = k.min(k.max(-number, 0), rows)  # rows before the table's first
-        behind = k.max(k.min(k.int(last - first + 1) - number, rows), before)
+        first_row = block_distance * self.block - (self.block - 1 + first)  # of the first row in the table
+        before = k.min(k.max(-first_row, 0), rows)  # rows before the table's first
+        behind = k.max(k.min(k.int(last - first + 1) - first_row, rows), before)
         dst = self.s["r_rows"].at(i * (rows * g.row_units))
         micro.pack_tile(k, g, self.table, k.int(0), before, dst)
-        micro.pack_tile(k, g, self.table.start(number + before), behind - before, rows - before, dst.at(before * g.row_units))
+        micro.pack_tile(k, g, self.table.start(first_row + before), behind - before, rows - before, dst.at(before * g.row_units))
 
     def vnni_pack(self, i: Value) -> None:
         """The packed vectors in VNNI layout, for `backward`."""
@@ -81,30 +81,30 @@ class RelativePositionBias:
             dst = self.s["r"].at(i * self.g.vnni_units(rows))
             micro.vnni_pack(self.k, self.g, self.s["r_rows"].at(i * (rows * self.g.row_units)), rows, dst)
 
-    def window(self, block_distance: Value, at: Value) -> tuple[Value, Value, Value]:
-        """Of the tile of distances of a group of queries: (distance of its row 0, begin, end), where rows [begin, end), rounded out
-        to whole register tiles, have a vector."""
+    def window(self, block_distance: Value, query: Value) -> tuple[Value, Value, Value]:
+        """(distance of row 0, begin, end) of a group's tile of distances: rows [begin, end), rounded out to register tiles, have a
+        vector."""
         k, g = self.k, self.g
         rows, (first, last) = self.block + g.queries, self.distances
-        zero = block_distance * self.block - (self.block - 1) + at
+        zero = block_distance * self.block - (self.block - 1) + query
         begin, end = (k.min(k.max(k.int(n) - zero, 0), rows) for n in (first, last + 1))
         return zero, begin & -g.rows, micro.round_up(k, end, g.rows)
 
-    def multiply(self, block_distance: Value, i: Value, at: Value, transposed: Pointer) -> None:
-        """s["bias"] [distance][g.queries] of block i = R Q^T of a group of queries, packed as `transposed`; zero where there is no
+    def multiply(self, block_distance: Value, i: Value, query: Value, transposed: Pointer) -> None:
+        """s["bias"] [distance][g.queries] of block i = R Q^T of a group of queries, packed as `transposed`; zero without a
         vector."""
         k, g, rows = self.k, self.g, self.block + self.g.queries
-        _, begin, end = self.window(block_distance, at)
+        _, begin, end = self.window(block_distance, query)
         dst, vectors = (self.s["bias"].at(i * (rows * g.queries)), self.s["r_rows"].at(i * (2 * self.block * g.row_units)))
         micro.clear(k, dst, begin * g.queries)
         with k.loop(begin, end, g.rows) as w:
-            for r, row in enumerate(micro.score_tile(k, g, vectors, at + w, transposed)):
+            for r, row in enumerate(micro.score_tile(k, g, vectors, query + w, transposed)):
                 for v, x in enumerate(row):
                     dst.at(w * g.queries).store(x, r * g.queries + v * g.lanes)
         micro.clear(k, dst.at(end * g.queries), (k.int(rows) - end) * g.queries)
 
     def start(self, block_distance: Callable[[Value], Value], j: Value) -> list[list[Value]]:
-        """The bias of the tile of keys from packed row j on, or zeros where its block has none."""
+        """The bias of the tile of keys from packed row j on, as values [row][vector]; zeros where its block has none."""
         k, g, rows = self.k, self.g, self.block + self.g.queries
         tile = [[k.var_vec(0.0) for _ in range(g.vectors)] for _ in range(g.rows)]
         with k.when(self.near(block_distance(j // self.block))):
@@ -118,7 +118,7 @@ class RelativePositionBias:
     # --- gradients ---
 
     def clear(self) -> None:
-        """Begin a sum of gradients."""
+        """Clear the sum of gradients."""
         micro.clear(self.k, self.s["dr"], (self.distances[1] - self.distances[0] + 1 + 2 * self.g.rows) * self.g.padded_D)
 
     def clear_padding(self, packed: int) -> None:
@@ -132,14 +132,14 @@ class RelativePositionBias:
             for v, x in enumerate(row):
                 dst.store(x, r * g.queries + v * g.lanes)
 
-    def backward(self, block_distance: Value, i: Value, at: Value, dq: Pointer) -> None:
-        """dQ^T of a group, before scaling, += R^T dB and dR += dB Q, where dB is the gradient of the group's bias."""
+    def backward(self, block_distance: Value, i: Value, query: Value, dq: Pointer) -> None:
+        """dQ^T of a group, before scaling, += R^T dB and dR += dB Q, dB = the gradient of the group's bias, dS along diagonals."""
         k, g, s = self.k, self.g, self.s
         rows = self.block + 2 * g.queries
-        zero, begin, end = self.window(block_distance, at)
+        zero, begin, end = self.window(block_distance, query)  # `zero`: the distance of row 0 of the tile
         ds = s["ds_padded"].at(i * (rows * g.queries))
         dbias, vnni = s["dbias"], s["dbias_vnni" if g.pair == 2 else "dbias"]
-        with k.loop(begin, end, g.rows) as w:
+        with k.loop(begin, end, g.rows) as w:  # dB: dS along diagonals, in units along the queries and along the distances
             tile = load_diagonals(k, g, ds, k.int(self.block - 1 + g.queries) - w)
             for r, row in enumerate(tile):
                 micro.store_units(k, g, dbias.at((w + r) * (g.queries // g.pair)), row)
@@ -147,20 +147,20 @@ class RelativePositionBias:
                 dst = vnni.at(((w + r) >> 1) * g.queries)
                 for v in range(g.vectors):
                     dst.store(micro.pack_units(k, g, tile[r][v], tile[r + 1][v]), v * g.lanes)
-        vectors = s["r" if g.pair == 2 else "r_rows"].at(i * g.vnni_units(2 * self.block) + at // g.pair * g.padded_D)
+        vectors = s["r" if g.pair == 2 else "r_rows"].at(i * g.vnni_units(2 * self.block) + query // g.pair * g.padded_D)
         micro.accumulate_transposed(k, g, dq, vectors, vnni, begin, end)
         dst = s["dr"].at((zero - self.distances[0] + g.rows) * g.padded_D)
         micro.accumulate_rows(k, g, dst, dbias, s["q"], begin, end)
 
     def store(self, dst: micro.Rows, softmax_scale: float) -> None:
-        """Write the sum of gradients."""
+        """Write the sum of gradients, times softmax_scale, to dst (distances, D)."""
         count = self.k.int(self.distances[1] - self.distances[0] + 1)
         micro.unpack_tile(self.k, self.g, self.s["dr"].at(self.g.rows * self.g.padded_D), count, dst, softmax_scale)
 
 
 def load_diagonals(k: KernelBuilder, g: micro.Geometry, rows: Pointer, top: Value) -> list[list[Value]]:
-    """A register tile of diagonals of `rows` [row][g.queries]: tile[r] has in lane l of the group element (top - r + l, l). Each
-    step blends rows 1, 2, 4, ... apart by the next bit of the lane's number, so that lane l ends up l rows further."""
+    """A register tile of diagonals of `rows` [row][g.queries]: lane l (of the group) of tile[r] is element (top - r + l, l). Each
+    step blends rows 1, 2, 4, ... apart by the next bit of the lane's index, so that lane l ends up l rows further."""
     tile: list[list[Value]] = [[] for _ in range(g.rows)]
     for v in range(g.vectors):
         below = rows.at((top - (g.rows - 1) + v * g.lanes) * g.queries + v * g.lanes)

@@ -1,4 +1,5 @@
-"""Rotary position embedding. Shapes: x, y (batch, seq, W), rows of any stride; cos, sin (maxT, D / 2) fp32."""
+"""Rotary position embedding (RoPE, Su et al. 2021). Shapes: x, y (batch, seq, W), rows of any stride; cos, sin (maxT, D / 2) fp32.
+Column i of a head and column i + half rotate together, half = D / 2."""
 
 from typing import Any
 
@@ -8,8 +9,8 @@ from barellm.cpu.kernels.loops import STREAM_BYTES, accumulate, row_grain, store
 
 
 def constants_of(op: Op) -> dict[str, Any]:
-    """Constants of the kernel. `strides`: of the rows of x and y, in elements; `lines`: whether the rows of y are whole cache
-    lines; `W`: columns of a row; `half`: planes of a head, which columns i and i + half span."""
+    """Compile-time constants. `strides`: of the rows of x and y, in elements; `lines`: whether the rows of y fill cache lines; `W`:
+    columns of a row; `half`: rotated pairs of a head."""
     lines = all(n % 64 == 0 for n in (op.y.first_column, op.y.row_stride))
     sizes = {"W": int(op.x.shape[2]), "half": int(op.cos.shape[1]), "heads": op.heads}
     axes = {"batch": size_constant(op.x.shape[0]), "seq": size_constant(op.x.shape[1])}
@@ -18,8 +19,9 @@ def constants_of(op: Op) -> dict[str, Any]:
 
 @kernel("rope", constants=constants_of, views="x y", also={"positions": "i32"})
 def rope(k: KernelBuilder, y, x, cos, sin, positions, *, batch, seq, W, half, heads, inverse, strides, lines, mode_y) -> None:
-    """y = x with the first `heads` heads of each row rotated by the angles of its position (`inverse`: by the negative angles), the
-    other columns as they are. If there are enough registers, a row's cosines and sines stay there for all heads."""
+    """y = x with the first `heads` heads of each row rotated by the angles of its position (`inverse`: by the negative angles), and
+    the other columns copied. `positions` (batch, seq) i32; None: positions begin at the scalar pos. If there are enough registers,
+    a row's cosines and sines stay there for all heads."""
     T, pos = runtime_size(k, seq), None if positions is not None else k.scalar("pos")
     rows, rotated = runtime_size(k, batch) * T, heads * 2 * half
     columns = k.columns(half)
@@ -38,7 +40,7 @@ def rope(k: KernelBuilder, y, x, cos, sin, positions, *, batch, seq, W, half, he
         cached = {c: angle(c, mask) for c, mask in columns} if in_registers else {}
 
         def rotate(first: Value, c: int, mask: Value | None) -> tuple[Value, Value]:
-            """The rotated columns from c on, and those half a head further, of the head that begins at `first`."""
+            """The rotated columns c and half + c (two vectors) of the head that begins at `first`, added to y in mode "add"."""
             co, si = cached[c] if in_registers else angle(c, mask)
             low, high = first + c, first + (half + c)
             a, b = src.load(low, mask), src.load(high, mask)
@@ -58,7 +60,7 @@ def rope(k: KernelBuilder, y, x, cos, sin, positions, *, batch, seq, W, half, he
 
         rest = dst.at(rotated)
 
-        def passed(c: Any, mask: Value | None) -> Value:
+        def copied(c: Any, mask: Value | None) -> Value:
             return accumulate(k, rest, c, mask, src.load(c + rotated, mask), mode_y)
 
-        write_row(k, rest, W - rotated, passed, nontemporal=nontemporal)
+        write_row(k, rest, W - rotated, copied, nontemporal=nontemporal)

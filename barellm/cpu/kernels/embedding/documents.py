@@ -11,15 +11,15 @@ INTEGERS = dict.fromkeys(("tokens", "ids", "cu_seqlens", "starts"), "i32")
 @kernel("bigram_ids", constants=lambda op: {"buckets": op.buckets, "reserved": op.reserved}, also=INTEGERS)
 def bigram_ids(k: KernelBuilder, ids, tokens, *, buckets, reserved) -> None:
     """ids[b, t] = a hash of the tokens at t and t - 1, in [0, buckets - 1); the id of a row's first token is buckets - 1.
-    `reserved`: the second token's predecessor counts as buckets - 1. A thread's elements may cover several rows; each row's first
-    two are set after the others."""
+    `reserved`: the predecessor of the second token counts as buckets - 1. A thread's elements may cover several rows; the first two
+    of each row are overwritten after the others."""
     seq, modulus = k.scalar("seq"), buckets - 1
 
     def store_hash(i, mask, before):
         token_hash, before_hash = (
             v * k.const(factor, k.ivec) for v, factor in zip((tokens.load(i, mask), before), HASH, strict=True)
         )
-        rest = (token_hash ^ before_hash) % modulus  # of the sign of the dividend
+        rest = (token_hash ^ before_hash) % modulus  # srem: it has the sign of the dividend
         ids.store(k.select(rest < 0, rest + modulus, rest), i, mask)
 
     def body(i, mask, j):
@@ -39,35 +39,35 @@ def bigram_ids(k: KernelBuilder, ids, tokens, *, buckets, reserved) -> None:
 
 @kernel("document_starts", constants=lambda op: {"slots": int(op.cu_seqlens.shape[1])}, also=INTEGERS)
 def document_starts(k: KernelBuilder, starts, cu_seqlens, *, slots) -> None:
-    """starts[b, t] = the first position of the document of position t, from the `slots` document boundaries cu_seqlens[b]. A work
-    item is a chunk of a row: a binary search for the document of its first position, then one document after the other."""
+    """starts[b, t] = the first position of the document of position t, from the `slots` document boundaries cu_seqlens[b]
+    (ascending, the first 0). A work item is a chunk of a row: a binary search for its first position, then document by document."""
     seq = k.scalar("seq")
     chunks = k.ceil_div(seq, GRAIN)
     with k.parallel_for(k.scalar("batch") * chunks) as item:
         row, begin = item // chunks, item % chunks * GRAIN
         end = k.min(begin + GRAIN, seq)
         src, dst = cu_seqlens.at(row * slots), starts.at(row * seq)
-        slot, beyond = k.var(0), k.var(slots)
-        with k.while_(lambda: beyond.value - slot.value > 1):
-            middle = (slot.value + beyond.value) // 2
+        slot, slot_end = k.var(0), k.var(slots)
+        with k.while_(lambda: slot_end.value - slot.value > 1):
+            middle = (slot.value + slot_end.value) // 2
             has_begun = src.get(middle) <= begin
             slot.value = k.select(has_begun, middle, slot.value)
-            beyond.value = k.select(has_begun, beyond.value, middle)
-        at = k.var(begin)
-        with k.while_(lambda: at.value < end):
+            slot_end.value = k.select(has_begun, slot_end.value, middle)
+        position = k.var(begin)
+        with k.while_(lambda: position.value < end):
             following = slot.value + 1
             stop = k.var(end)
             with k.when(following < slots):
                 stop.value = k.min(end, src.get(following))
             start = k.splat(src.get(slot.value))
-            foreach_vector(k, at.value, stop.value, lambda i, mask, j, start=start: dst.store(start, i, mask))
-            at.value = k.max(at.value, stop.value)
+            foreach_vector(k, position.value, stop.value, lambda i, mask, j, start=start: dst.store(start, i, mask))
+            position.value = k.max(position.value, stop.value)
             slot.value = following
 
 
 @kernel("cu_seqlens", constants=lambda op: {"separator": op.separator, "slots": int(op.cu_seqlens.shape[1])}, also=INTEGERS)
 def cu_seqlens(k: KernelBuilder, cu_seqlens, tokens, *, separator, slots) -> None:
-    """cu_seqlens[b] = 0, the positions of the separator tokens, and seq in the slots that are left. A work item is a row: a
+    """cu_seqlens[b] = [0, the positions of the separator tokens, seq in the slots that are left]. A work item is a row: a
     document's slot depends on how many are before it."""
     seq = k.scalar("seq")
     with k.parallel_for(k.scalar("batch")) as row:

@@ -12,7 +12,8 @@ PREFETCH_ROWS = 4  # of the token table, into L2
 
 
 def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, positions, *, C) -> None:
-    """y[b, t] = wte[tokens[b, t]] + wpe[pos + t], or wpe[positions[b, t]]. Weights of any storage format (`_lo`: low planes)."""
+    """y[b, t] = wte[tokens[b, t]] + wpe[pos + t], or wpe[positions[b, t]], or nothing where `wpe` is None. Weights of any storage
+    format (`_lo`: their low planes). A row of wte cannot be predicted by hardware, so later rows are prefetched."""
     seq, pos = k.scalar("seq"), None if wpe is None or positions is not None else k.scalar("pos")
     token_rows, position_rows = storage.Weight(k, wte, wte_lo), storage.Weight(k, wpe, wpe_lo)
     rows = k.scalar("batch") * seq
@@ -40,7 +41,7 @@ def lower_embedding(op: Op, c: Lowering) -> None:
 
 
 def clear(k: KernelBuilder, out, *, size, mode) -> None:
-    """out (size) = 0 where `mode` is to store in this run."""
+    """Clear out (size), unless this run accumulates (`mode`)."""
     keep = k.keep(mode)
     n = k.int(size) if keep is None else k.select(keep, 0, k.int(size))
     loops.elementwise_map(k, n, out, lambda i, mask: k.to(0.0, k.vec))
@@ -49,29 +50,29 @@ def clear(k: KernelBuilder, out, *, size, mode) -> None:
 def sort_by_id(
     k: KernelBuilder, tokens: Pointer, rows: Value, low: Value, high: Value, *, ids_per_item: int
 ) -> tuple[Pointer, Pointer]:
-    """A stable counting sort of the rows [0, rows) whose tokens are in [low, high), at most `ids_per_item` ids: (ends, sorted) in
-    this thread's scratch. Rows of an id are adjacent, in their order, and end before sorted[ends[id - low]]."""
+    """A stable counting sort of the rows [0, rows) whose token ids are in [low, high), at most `ids_per_item` ids. Returns (ends,
+    sorted) in this thread's scratch: rows of an id are adjacent, in their order, and end before sorted[ends[id - low]]."""
     ends = k.thread_scratch("i32")
     matches = ends.at(ids_per_item)
     sorted_rows = matches.at(rows)
-    lowest, beyond, count = k.splat(low), k.splat(high), k.var(k.int(0))
+    lowest, id_end, count = k.splat(low), k.splat(high), k.var(k.int(0))
     with k.loop(0, ids_per_item) as i:
         ends.put(k.int(0), i)
 
     def in_range(first: Value, mask: Value | None) -> Value:
-        """The lanes of tokens first, first + 1, ... whose ids are in [low, high)."""
+        """The mask of the tokens first, first + 1, ... whose ids are in [low, high)."""
         ids = tokens.load(first, mask)
-        both = (ids >= lowest) & (ids < beyond)
-        return both if mask is None else both & mask
+        matching = (ids >= lowest) & (ids < id_end)
+        return matching if mask is None else matching & mask
 
     def append_matches(first: Value, mask: Value) -> None:
-        """Append the rows first + lane of the set lanes to `matches`, and count their ids."""
+        """Append the rows first + lane of the mask's set lanes to `matches`, and count their ids."""
         with k.set_lanes(mask) as lane:
             row = first + lane
             matches.put(row, count.value)
             count.value = count.value + 1
-            at = tokens.get(row) - low
-            ends.put(ends.get(at) + 1, at)
+            id_index = tokens.get(row) - low
+            ends.put(ends.get(id_index) + 1, id_index)
 
     step = 4 * k.lanes
     full = rows & -step
@@ -81,24 +82,23 @@ def sort_by_id(
         append_matches(first, in_range(first, k.mask_first(rows - first)))
 
     total = k.var(k.int(0))
-    with k.loop(0, ids_per_item) as i:  # counts become starts,
-        here = ends.get(i)
+    with k.loop(0, ids_per_item) as i:  # exclusive prefix sum: counts become starts,
+        number = ends.get(i)
         ends.put(total.value, i)
-        total.value = total.value + here
-    with k.loop(0, count.value) as i:  # and starts ends
+        total.value = total.value + number
+    with k.loop(0, count.value) as i:  # and, while the rows are placed, starts become ends
         row = matches.get(i)
-        at = tokens.get(row) - low
-        dst = ends.get(at)
+        id_index = tokens.get(row) - low
+        dst = ends.get(id_index)
         sorted_rows.put(row, dst)
-        ends.put(dst + 1, at)
+        ends.put(dst + 1, id_index)
     return ends, sorted_rows
 
 
 def add_token_rows(k: KernelBuilder, dweight, tokens, dy, *, C, V) -> None:
-    """dweight[id] += the sum of dy[row] over the rows whose token is id, in order. A work item is a range of ids, which finds its
-    rows among all tokens: no atomics, the same bits for any thread count. UNROLL rows of an id are added at a time: so many DRAM
-    streams, and the sum is read from L2 once. The rows that follow on the list, which no hardware prefetcher predicts, are
-    prefetched."""
+    """dweight[id] += the sum of dy[row] over the rows whose token is id, in order (scatter-add). A work item is a range of ids,
+    which finds its rows among all tokens: no atomics, the same bits for any thread count. UNROLL rows of an id are added at a time:
+    so many DRAM streams, and the sum is read from L2 once. The next rows, which hardware cannot predict, are prefetched."""
     rows, ids_per_item = k.scalar("batch") * k.scalar("seq"), -(-V // ID_RANGES)
 
     with k.parallel_for(-(-V // ids_per_item)) as chunk:
@@ -108,17 +108,17 @@ def add_token_rows(k: KernelBuilder, dweight, tokens, dy, *, C, V) -> None:
         last = ends.get(high - low - 1) - 1
 
         def add_rows(dst: Pointer, i: Value, count: int) -> None:
-            """dst (C) += the rows of dy on the places [i, i + count) of the sorted list."""
+            """dst (C) += the rows of dy at entries [i, i + count) of the sorted list."""
             src = [dy.at(sorted_rows.get(i + t) * C) for t in range(count)]
             following = [sorted_rows.get(k.min(i + t + UNROLL, last)) for t in range(count)]
-            ahead = [dweight.at(tokens.get(following[0]) * C), *(dy.at(row * C) for row in following)]
+            prefetched = [dweight.at(tokens.get(following[0]) * C), *(dy.at(row * C) for row in following)]
 
             def add(c, mask, j):
                 total = dst.load(c, mask)
                 for p in src:
                     total = total + p.load(c, mask)
                 dst.store(total, c, mask)
-                for p in ahead:
+                for p in prefetched:
                     k.prefetch(p.at(c), near=False)
 
             loops.foreach_column(k, C, add, unroll=2)
@@ -145,13 +145,13 @@ def lower_embedding_dwte(op: Op, c: Lowering) -> None:
 
 
 def embedding_dwpe(k: KernelBuilder, dweight, dy, *, C, positions, mode_dweight) -> None:
-    """dweight[t] = sum of dy[:, t] over the batch in order; nothing beyond the sequence. Positions go in groups whose sums stay in
-    the second cache, so that memory is read in runs of GROUP_BYTES bytes, of UNROLL samples at a time."""
+    """dweight[t] = sum of dy[:, t] over the batch in order, stored or added; zero beyond the sequence. A work item is a group of
+    positions whose sums stay in L2, so that memory is read in runs of GROUP_BYTES bytes, of UNROLL samples at a time."""
     batch, seq = k.scalar("batch"), k.scalar("seq")
     sums = k.thread_scratch()
 
     def add_samples(first: Value, count: int, begin: Value, size: Value) -> None:
-        """sums += `size` elements, from position `begin` on, of the samples [first, first + count)."""
+        """sums += `size` elements, from position `begin` on, of each of the samples [first, first + count)."""
         src = [dy.at(((first + b) * seq + begin) * C) for b in range(count)]
 
         def body(i, mask, j):
@@ -179,7 +179,7 @@ def embedding_dwpe(k: KernelBuilder, dweight, dy, *, C, positions, mode_dweight)
 
 
 def _positions_per_group(C: int, positions: int) -> int:
-    """Positions of a work item: GROUP_BYTES of sums, but at least 16 groups for all threads."""
+    """Positions of a work item: GROUP_BYTES of sums, but at least 16 items, for load balance."""
     return max(1, min(GROUP_BYTES // (4 * C), positions // 16))
 
 

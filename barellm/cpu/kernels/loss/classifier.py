@@ -19,8 +19,8 @@ CHUNK = 1024  # tokens whose logits exist at one time
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss over rows of logits, and the head that goes with it. `constants` are those of its kernels, by the op, the columns
-    and the tensor whose sizes count the rows; `scratch` bytes of each thread are wanted by `gradients`, by the columns."""
+    """The kernels of a loss over rows of logits. constants(op, V, like) gives their compile-time constants; scratch(V) the bytes of
+    thread scratch that `gradients` needs."""
 
     losses: Emit
     gradients: Emit  # and losses
@@ -41,8 +41,8 @@ def lower_with_gradients(op: Op, c: Lowering) -> None:
 @lowering("classifier_loss", "softcapped_classifier_loss", also={"weight": PLANES, "targets": "i32"})
 @lowering("quantized_classifier_loss", also={"codes": "u4 i8", "targets": "i32"})
 def lower(op: Op, c: Lowering, *, gradients: bool = False) -> None:
-    """For each chunk of CHUNK tokens: the logits, their losses and with `gradients` in place their gradients, then dx and dweight
-    from these; at the end the total of the losses. A quantized head (`weight` None) has losses only."""
+    """For each chunk of CHUNK tokens: the logits, their losses and with `gradients` also their gradients, in place; then dx and
+    dweight from these; at the end the totals of the losses. A quantized head (`weight` None) has losses only."""
     x, weight, loss = op.x, op.inputs.get("weight"), SOFTCAPPED if op.name.startswith("softcapped") else PLAIN
     transposed = op.attrs.get("transposed", False)
     width = int(x.shape[-1])
@@ -80,8 +80,8 @@ def lower(op: Op, c: Lowering, *, gradients: bool = False) -> None:
 
 
 def append_logits(op: Op, c: Lowering, logits: Any, V: int, chunk: tuple[int, int], *, transposed: bool = False) -> Any:
-    """Append the GEMM logits (CHUNK, V) = x @ head for the rows (first, count) = `chunk` of x; the head is numbers or quantized.
-    Returns the operand of those rows."""
+    """Append the GEMM logits (CHUNK, V) = x @ head for the rows (first, count) = `chunk` of x; the head is a weight or quantized
+    codes. Returns the operand of those rows of x."""
     x, weight, width = op.x, op.inputs.get("weight"), int(op.x.shape[-1])
     x_rows = rows_of(x, *chunk, width)
     if weight is None:
@@ -95,7 +95,7 @@ def append_logits(op: Op, c: Lowering, logits: Any, V: int, chunk: tuple[int, in
 @lowering("classifier_scores", also={"weight": PLANES, "targets": "i32"})
 @lowering("quantized_classifier_scores", also={"codes": "u4 i8", "targets": "i32"})
 def lower_scores(op: Op, c: Lowering) -> None:
-    """The loss and the margin of each target, a chunk of logits at a time."""
+    """The loss and the margin (maximum - target's logit) of each target, a chunk of logits at a time."""
     x, weight = op.x, op.inputs.get("weight")
     V = op.columns if weight is None else int(weight.shape[0])
     rows = x.size // int(x.shape[-1])

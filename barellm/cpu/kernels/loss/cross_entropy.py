@@ -1,8 +1,8 @@
 """Cross-entropy loss of the classifier and its gradient. Shapes: logits, dlogits (rows, V), targets (rows) i32, -1 ignored; lse,
-losses (rows) fp32. Columns from `valid` on are padding.
+losses, margins (rows) fp32. Columns from `valid` on are padding. (dims, inner): sizes whose product is the run's number of rows.
 
 Every kernel handles at most `row_limit` rows from `row_begin` on, and its pointers are to the first of them: a lowering may call it
-for all rows or for a chunk (chunked logits). Gradients may be written in place of the logits."""
+for all rows or for a chunk (chunked logits). Gradients may overwrite the logits."""
 
 from operator import add
 from typing import Any
@@ -17,7 +17,7 @@ CHAINS = 4  # independent accumulation chains of a sum
 
 
 def num_rows(k: KernelBuilder, dims, inner, row_begin: Value, row_limit: Value) -> Value:
-    """How many rows a call does: of the run's `k.num_elements(dims) * inner`, those in [row_begin, row_begin + row_limit)."""
+    """How many rows a call computes: of the run's k.num_elements(dims) * inner those in [row_begin, row_begin + row_limit)."""
     return k.max(k.min(k.num_elements(dims) * inner - row_begin, row_limit), 0)
 
 
@@ -34,7 +34,7 @@ def highest(k: KernelBuilder, logits: Pointer, valid: int) -> Value:
 
 
 def sum_of(k: KernelBuilder, valid: int, term: Vector) -> Value:
-    """The sum over the first `valid` columns of a row, as a float; term(column, mask) gives a vector of what is added."""
+    """The sum over the first `valid` columns of a row, as a float; term(column, mask) gives a vector of terms."""
     sums = new_accumulators(k, CHAINS)
 
     def body(c, mask, j):
@@ -51,31 +51,31 @@ def logarithm(k: KernelBuilder, x: Value) -> Value:
 
 
 def log_sum_exp(k: KernelBuilder, logits: Pointer, valid: int) -> Value:
-    """ln(sum(exp(row))) as a float: the maximum first, then the sum, the row being in the cache."""
+    """ln(sum(exp(row))) as a float: a pass for the maximum, then one for the sum, the row being in the cache."""
     return sum_above(k, logits, valid, highest(k, logits, valid))
 
 
 def sum_above(k: KernelBuilder, logits: Pointer, valid: int, top: Value) -> Value:
-    """ln(sum(exp(row))) where the row's maximum is known."""
+    """ln(sum(exp(row))) as a float, given the row's maximum `top`."""
     shift = k.splat(top)
     return top + logarithm(k, sum_of(k, valid, lambda c, mask: exp(k, logits.load(c, mask) - shift)))
 
 
 def write_gradient(
-    k: KernelBuilder, dlogits: Pointer, logits: Pointer, target: Value, lse: Value, by: Value | None,
+    k: KernelBuilder, dlogits: Pointer, logits: Pointer, target: Value, lse: Value, loss_factor: Value | None,
     *, V: int, valid: int, mode: str,
 ) -> None:  # fmt: skip
-    """Write one row of the gradient: dlogits (V) = (softmax - onehot) * inv_targets * by, softmax = exp(logits - lse); zero where
-    the target is ignored, and from `valid` on (padding). `by`: the loss scale, None: 1. dlogits may be the logits."""
+    """Store or add (`mode`) one row of the gradient: dlogits (V) = (softmax - onehot) * inv_targets * loss_factor, softmax =
+    exp(logits - lse); zero where the target is ignored (-1), and from `valid` on (padding). `loss_factor`: loss scale, None: 1.
+    dlogits may alias the logits."""
     counted = target >= 0
     scale = k.to(k.scalar("inv_targets"), "float")
-    scale = k.select(counted, scale if by is None else scale * by, 0.0)
+    scale = k.select(counted, scale if loss_factor is None else scale * loss_factor, 0.0)
     factor, shift = k.splat(scale), k.splat(lse)
-    at = k.max(target, 0)
-    # Read before the row is overwritten.
-    at_target = (k.lane(exp(k, k.splat(logits.get(at)) - shift), 0) - 1.0) * scale
+    column = k.max(target, 0)
+    target_gradient = (k.lane(exp(k, k.splat(logits.get(column)) - shift), 0) - 1.0) * scale  # before it is overwritten
     if mode == "add":
-        at_target = at_target + dlogits.get(at)
+        target_gradient = target_gradient + dlogits.get(column)
 
     def body(c, mask, j):
         d = exp(k, logits.load(c, mask) - shift) * factor
@@ -86,17 +86,18 @@ def write_gradient(
         padding = dlogits.at(valid)
         foreach_column(k, V - valid, lambda c, mask, j: padding.store(0.0, c, mask))
     with k.when(counted):
-        dlogits.put(at_target, at)
+        dlogits.put(target_gradient, column)
 
 
 def row_losses(k: KernelBuilder, lse, losses, logits, targets, row_begin, row_limit, *, V, valid, dims, inner) -> None:
-    """lse, and losses = lse - logits[target], zero where the target is ignored."""
+    """Forward pass: lse (None: not stored) and losses = lse - logits[target], zero where the target is ignored, of each row."""
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         write_loss(k, lse, losses, logits.at(row * V), targets.get(row), row, valid)
 
 
 def write_loss(k: KernelBuilder, lse, losses, logits: Pointer, target: Value, row: Value, valid: int) -> Value:
-    """losses[row] = lse - logits[target], zero where the target is ignored; lse[row] too unless `lse` is None. Returns lse."""
+    """Store losses[row] = lse - logits[target], zero where the target is ignored (-1), and lse[row] unless `lse` is None. `logits`
+    points to the row. Returns the row's log-sum-exp."""
     value = log_sum_exp(k, logits, valid)
     if lse is not None:
         lse.put(value, row)
@@ -105,34 +106,36 @@ def write_loss(k: KernelBuilder, lse, losses, logits: Pointer, target: Value, ro
 
 
 def row_scores(k: KernelBuilder, losses, margins, logits, targets, row_begin, row_limit, *, V, valid, dims, inner) -> None:
-    """losses = lse - logits[target] and margins = max(logits) - logits[target], zero where the target is ignored."""
+    """losses = lse - logits[target] and margins = max(logits) - logits[target], zero where the target is ignored, of each row."""
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         src, target = logits.at(row * V), targets.get(row)
-        top, at_target = highest(k, src, valid), src.get(k.max(target, 0))
+        top, target_logit = highest(k, src, valid), src.get(k.max(target, 0))
         value = sum_above(k, src, valid, top)
-        losses.put(k.select(target >= 0, value - at_target, 0.0), row)
-        margins.put(k.select(target >= 0, top - at_target, 0.0), row)
+        losses.put(k.select(target >= 0, value - target_logit, 0.0), row)
+        margins.put(k.select(target >= 0, top - target_logit, 0.0), row)
 
 
 def row_losses_and_gradients(
     k: KernelBuilder, losses, logits, targets, loss_scale, row_begin, row_limit, *, V, valid, dims, inner
 ) -> None:
-    """losses as in `row_losses`, and the gradient in place of the logits: its row is in the cache then."""
-    by = scale_of(k, loss_scale)
+    """Forward and backward pass in one: losses as in `row_losses`, and the gradient over the logits, whose row is cached."""
+    loss_factor = scale_of(k, loss_scale)
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         src, target = logits.at(row * V), targets.get(row)
         lse = write_loss(k, None, losses, src, target, row, valid)
-        write_gradient(k, src, src, target, lse, by, V=V, valid=valid, mode="store")
+        write_gradient(k, src, src, target, lse, loss_factor, V=V, valid=valid, mode="store")
 
 
 def row_gradients(
     k: KernelBuilder, dlogits, logits, targets, lse, loss_scale, row_begin, row_limit, *, V, valid, dims, inner, mode
 ) -> None:
-    """dlogits from logits and lse, a row at a time (`write_gradient`)."""
-    by = scale_of(k, loss_scale)
+    """Backward pass: store or add (`mode`) dlogits, from logits, targets and the forward pass's lse (`write_gradient`)."""
+    loss_factor = scale_of(k, loss_scale)
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
-        at = row * V
-        write_gradient(k, dlogits.at(at), logits.at(at), targets.get(row), lse.get(row), by, V=V, valid=valid, mode=mode)
+        offset = row * V
+        write_gradient(
+            k, dlogits.at(offset), logits.at(offset), targets.get(row), lse.get(row), loss_factor, V=V, valid=valid, mode=mode
+        )
 
 
 def total_loss(k: KernelBuilder, loss, losses, *, dims, inner) -> None:
@@ -148,7 +151,7 @@ def total_loss(k: KernelBuilder, loss, losses, *, dims, inner) -> None:
 
 
 def constants_of(op: Op, logits: int, like: Tensor) -> dict[str, Any]:
-    """`logits` columns, and the activation `like` whose sizes count the rows."""
+    """The kernels' compile-time constants: `logits` = V; the product of the sizes of `like` is the number of rows."""
     return {"V": logits, "valid": op.valid_vocab, **shape_of(like)}
 
 

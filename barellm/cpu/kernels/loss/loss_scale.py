@@ -5,7 +5,7 @@ from barellm.program.loss_scale import FIRST_SCALE
 
 
 def scale_of(k: KernelBuilder, loss_scale: Pointer | None) -> Value | None:
-    """The number that the state stands for: a power of two, made of its bits."""
+    """The loss scale as a float, a power of two whose exponent is state[0] + FIRST_SCALE; None without a loss scale."""
     if loss_scale is None:
         return None
     bits = k.op("i32", f"trunc {(loss_scale.get(0) + (127 + FIRST_SCALE)).typed} to i32") << 23

@@ -1,9 +1,13 @@
-"""Cross-entropy of softcapped logits with multi-token prediction, and its gradient. Shapes and rows as in cross_entropy.py:
-rows from `row_begin` on, pointers to the first of them; `targets` reaches to the last row of the run.
+"""Cross-entropy of softcapped logits z = scale sigmoid((x + shift) / width) with multi-token prediction (MTP: a row predicts the
+next 1 to 3 tokens), and its gradient. `cap` = (scale, shift, width); None: z = x, the plain logits.
+
+Shapes: logits and dlogits (rows, V), of which columns from `valid` on are padding; lse, losses, nexts (rows) fp32; targets (rows)
+i32, -1 where ignored. A call serves `row_limit` rows from row `row_begin` of the run on; its pointers begin at that row, but
+`targets` reaches to the run's last row, because the further targets of a row are those of the rows below it. `predict`: targets of
+a row; `length`: rows of a sequence; (dims, inner): sizes whose product is the number of rows.
 
 z is below the cap's scale, so that exp(z - scale) needs no row maximum: one pass makes the sum of a row. Where the gradient
-follows, exp(z - scale) times the slope of z stays in this thread's scratch, and the second pass is one multiplication an element.
-"""
+follows, exp(z - scale) times the slope of z stays in this thread's scratch, and the second pass is one multiplication."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +25,8 @@ SATURATED = 60.0  # |u| log2(e) at most: sigmoid or slope are as good as zero th
 
 
 def sigmoid_and_slope(k: KernelBuilder, x: Value, cap: Cap) -> tuple[Value, Value]:
-    """s = sigmoid(u), u = (x + shift) / width, and s (1 - s), computed as s^2 exp(-u): its digits do not cancel. The capped logit
-    is z = cap scale * s."""
+    """(s, s (1 - s)): the sigmoid s of u = (x + shift) / width, and its slope. The capped logit is z = scale s. The slope is
+    computed as s^2 exp(-u), because 1 - s loses its digits where u is large."""
     _, shift, width = cap
     u = k.fma(x, -LOG2E / width, k.to(-LOG2E * shift / width, k.vec))
     e = exp2_within(k, k.max(-SATURATED, k.min(SATURATED, u)))  # of a number and a NaN the second: NaN stays
@@ -30,26 +34,25 @@ def sigmoid_and_slope(k: KernelBuilder, x: Value, cap: Cap) -> tuple[Value, Valu
     return s, s * s * e
 
 
-def exponential(k: KernelBuilder, x: Value, less: Value, cap: Cap | None) -> tuple[Value, Value]:
-    """exp(z - less) of the capped logit z of x, and the same times dz/dx without its constant factor `steepness`. No `cap`: z =
-    x."""
+def exponential(k: KernelBuilder, x: Value, shift: Value, cap: Cap | None) -> tuple[Value, Value]:
+    """(e, e dz/dx / steepness) of a vector x of logits, where e = exp(z - shift) and z is the capped logit."""
     if cap is None:
-        e = exp(k, x - less)
+        e = exp(k, x - shift)
         return e, e
     s, slope = sigmoid_and_slope(k, x, cap)
-    e = exp2_within(k, k.fma(s, cap[0] * LOG2E, less * -LOG2E))
+    e = exp2_within(k, k.fma(s, cap[0] * LOG2E, shift * -LOG2E))
     return e, e * slope
 
 
 def steepness(cap: Cap | None) -> float:
-    """The factor by which dz/dx is larger than the slope of the sigmoid."""
+    """dz/dx divided by the slope of the sigmoid: the constant scale / width."""
     return 1.0 if cap is None else cap[0] / cap[2]
 
 
 @dataclass
 class Target:
-    """One target of a row: its column; whether there is one; its weight, which is 0 if there is none; the capped logit there; and
-    its slope without the factor `steepness`."""
+    """One target of a row: its column (0 if there is none); whether it counts; its MTP weight (0 if it doesn't count); the capped
+    logit z of its column; and the slope dz/dx / steepness there."""
 
     column: Value
     counted: Value
@@ -62,10 +65,10 @@ def targets_of(
     k: KernelBuilder, logits: Pointer, targets: Pointer, row: Value, row_begin: Value,
     *, cap: Cap | None, predict: int, length: str | int,
 ) -> list[Target]:  # fmt: skip
-    """The `predict` targets of a row of logits, those of the next tokens, as far as the sequence reaches: the row is number
-    row_begin + row of the run, whose sequences have `length` rows."""
+    """Load the `predict` targets of a row, which are the tokens that follow it; one beyond the end of the row's sequence does not
+    count. `logits` points to the row's first logit, `targets` to the target of the call's row 0."""
     seq = k.scalar(length) if isinstance(length, str) else k.int(length)
-    position, found = (row_begin + row) % seq, []
+    position, result = (row_begin + row) % seq, []
     for ahead in range(predict):
         inside = position + ahead < seq
         target = k.select(inside, targets.get(k.select(inside, row + ahead, row)), -1)
@@ -75,83 +78,87 @@ def targets_of(
             s, slope = (k.lane(v, 0) for v in sigmoid_and_slope(k, k.splat(z), cap))
             z = s * cap[0]
         weight = k.select(counted, k.to(k.scalar(MTP[ahead]), "float"), 0.0)
-        found.append(Target(column, counted, weight, z, slope))
-    return found
+        result.append(Target(column, counted, weight, z, slope))
+    return result
 
 
-def weights_of(found: list[Target]) -> Value:
+def weights_of(row_targets: list[Target]) -> Value:
     """The sum of the targets' weights."""
-    return sum_values([t.weight for t in found])
+    return sum_values([t.weight for t in row_targets])
 
 
 def sum_values(values: list[Value]) -> Value:
+    """The sum of scalars or vectors, added in the order of the list."""
     return sum(values[1:], values[0])
 
 
-def log_sum_exp(k: KernelBuilder, logits: Pointer, kept: Pointer | None, valid: int, cap: Cap | None) -> tuple[Value, Value]:
-    """Of a row: ln(sum(exp(z))), and sum(exp(z - shift)). `kept` (V), if given, becomes exp(z - shift) times the slope of z;
-    divided by that sum it is softmax times slope. The shift is the bound of z, or without a `cap` the row's maximum."""
+def log_sum_exp(
+    k: KernelBuilder, logits: Pointer, exponentials: Pointer | None, valid: int, cap: Cap | None
+) -> tuple[Value, Value]:
+    """(ln(sum(exp(z))), sum(exp(z - shift))) over the `valid` columns of a row. The shift is the cap's scale, which bounds z, or
+    without a cap the row's maximum. `exponentials` (V), if given, is filled with exp(z - shift) dz/dx / steepness: divided by the
+    second sum it is softmax times slope."""
     shift = highest(k, logits, valid) if cap is None else k.to(cap[0], "float")
-    less = k.splat(shift)
+    shift_vector = k.splat(shift)
 
     def term(c: Any, mask: Value | None) -> Value:
-        e, sloped = exponential(k, logits.load(c, mask), less, cap)
-        if kept is not None:
-            kept.store(sloped, c, mask)
+        e, sloped = exponential(k, logits.load(c, mask), shift_vector, cap)
+        if exponentials is not None:
+            exponentials.store(sloped, c, mask)
         return e
 
     total = sum_of(k, valid, term)
     return shift + logarithm(k, total), total
 
 
-def write_loss(k: KernelBuilder, losses: Pointer, nexts: Pointer, row: Value, found: list[Target], lse: Value) -> None:
-    """losses[row] = the weighted sum of lse - z over the row's targets; nexts[row] = that of the next token alone, unweighted."""
-    nexts.put(k.select(found[0].counted, lse - found[0].z, 0.0), row)
-    losses.put(sum_values([k.select(t.counted, t.weight * (lse - t.z), 0.0) for t in found]), row)
+def write_loss(k: KernelBuilder, losses: Pointer, nexts: Pointer, row: Value, row_targets: list[Target], lse: Value) -> None:
+    """Store losses[row] = the sum of weight (lse - z) over the row's targets, and nexts[row] = lse - z of the next token alone."""
+    nexts.put(k.select(row_targets[0].counted, lse - row_targets[0].z, 0.0), row)
+    losses.put(sum_values([k.select(t.counted, t.weight * (lse - t.z), 0.0) for t in row_targets]), row)
 
 
 def write_gradient(
-    k: KernelBuilder, dlogits: Pointer, found: list[Target], lse: Value, scale: Value, elsewhere: Vector,
+    k: KernelBuilder, dlogits: Pointer, row_targets: list[Target], lse: Value, scale: Value, softmax_gradient: Vector,
     *, V: int, valid: int, mode: str,
 ) -> None:  # fmt: skip
-    """Write one row of the gradient, (sum of weights * softmax - weights of the targets) * slope * scale. elsewhere(column, mask)
-    gives it where no target is; from `valid` on (padding) it is zero. dlogits may be the logits."""
-    at_targets = []  # read before anything is overwritten
-    for t in found:
+    """Store or add (`mode`) one row of the gradient, (sum of weights * softmax - weight of the column) * slope * scale, where only
+    the targets' columns have a weight. softmax_gradient(column, mask) gives a vector of the first term alone, which is written to
+    all columns; then the targets' columns are overwritten. Padding becomes zero. dlogits may alias the logits."""
+    target_gradients = []  # read before anything is overwritten  # before the loop below overwrites what they are made of
+    for t in row_targets:
         p = k.lane(exp(k, k.splat(t.z - lse)), 0)
         # Two of the targets may be the same column.
-        weight_here = sum_values([k.select(o.counted & o.column.equals(t.column), o.weight, 0.0) for o in found])
-        value = (weights_of(found) * p - weight_here) * t.slope * scale
-        at_targets.append(dlogits.get(t.column) + value if mode == "add" else value)
+        column_weight = sum_values([k.select(o.counted & o.column.equals(t.column), o.weight, 0.0) for o in row_targets])
+        value = (weights_of(row_targets) * p - column_weight) * t.slope * scale
+        target_gradients.append(dlogits.get(t.column) + value if mode == "add" else value)
 
     def body(c: Any, mask: Value | None, j: int) -> None:
-        d = elsewhere(c, mask)
+        d = softmax_gradient(c, mask)
         dlogits.store(dlogits.load(c, mask) + d if mode == "add" else d, c, mask)
 
     foreach_column(k, valid, body)
     if mode == "store" and valid < V:
         padding = dlogits.at(valid)
         foreach_column(k, V - valid, lambda c, mask, j: padding.store(0.0, c, mask))
-    for t, value in zip(found, at_targets, strict=True):
+    for t, value in zip(row_targets, target_gradients, strict=True):
         with k.when(t.counted):
             dlogits.put(value, t.column)
 
 
-def factor_of(k: KernelBuilder, loss_scale: Pointer | None, cap: Cap | None, divisor: Pointer | None = None) -> Value:
-    """The factor that every logit gradient is multiplied by: inv_targets, the constant factor of dz/dx, and the loss scale. Of FP8
-    codes of the gradient, whose scale is `divisor` * inv_targets, it is divided by that."""
-    if divisor is not None:
-        return steepness(cap) / divisor.get(0)
+def factor_of(k: KernelBuilder, loss_scale: Pointer | None, cap: Cap | None, fp8_scale: Pointer | None = None) -> Value:
+    """The factor of every logit gradient: inv_targets (1 / number of targets) * steepness * loss scale. With an `fp8_scale` (1) the
+    gradient is stored as FP8 codes of the value code * fp8_scale * inv_targets, so their factor is steepness / fp8_scale."""
+    if fp8_scale is not None:
+        return steepness(cap) / fp8_scale.get(0)
     factor = k.to(k.scalar("inv_targets"), "float") * steepness(cap)
-    by = scale_of(k, loss_scale)
-    return factor if by is None else factor * by
+    loss_factor = scale_of(k, loss_scale)
+    return factor if loss_factor is None else factor * loss_factor
 
 
 def row_losses(
-    k: KernelBuilder, lse, losses, nexts, logits, targets, row_begin, row_limit,
-    *, V, valid, dims, inner, cap, **more,
+    k: KernelBuilder, lse, losses, nexts, logits, targets, row_begin, row_limit, *, V, valid, dims, inner, cap, **more,
 ) -> None:  # fmt: skip
-    """lse (None: not wanted), and losses and nexts as `write_loss` has them, for rows [row_begin, row_begin + row_limit)."""
+    """Forward pass: lse (None: not stored), and losses and nexts as in `write_loss`, of each row."""
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         src = logits.at(row * V)
         value, _ = log_sum_exp(k, src, None, valid, cap)
@@ -161,19 +168,19 @@ def row_losses(
 
 
 def row_losses_and_gradients(
-    k: KernelBuilder, losses, nexts, logits, targets, loss_scale, row_begin, row_limit,
-    *, V, valid, dims, inner, cap, **more,
+    k: KernelBuilder, losses, nexts, logits, targets, loss_scale, row_begin, row_limit, *, V, valid, dims, inner, cap, **more,
 ) -> None:  # fmt: skip
-    """losses and nexts as in `row_losses`, and the gradient in place of the logits: its row is in the cache then."""
-    factor, kept = factor_of(k, loss_scale, cap), k.thread_scratch()
+    """Forward and backward pass in one: losses and nexts as in `row_losses`, and the gradient, which overwrites the logits while
+    their row is in the cache. `loss_scale`: the state of dynamic loss scaling, None: off."""
+    factor, exponentials = factor_of(k, loss_scale, cap), k.thread_scratch()
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         src = logits.at(row * V)
-        found = targets_of(k, src, targets, row, row_begin, cap=cap, **more)
-        lse, total = log_sum_exp(k, src, kept, valid, cap)
-        write_loss(k, losses, nexts, row, found, lse)
-        scale = k.splat(factor * weights_of(found) / total)
+        row_targets = targets_of(k, src, targets, row, row_begin, cap=cap, **more)
+        lse, total = log_sum_exp(k, src, exponentials, valid, cap)
+        write_loss(k, losses, nexts, row, row_targets, lse)
+        scale = k.splat(factor * weights_of(row_targets) / total)
         write_gradient(
-            k, src, found, lse, factor, lambda c, mask, scale=scale: kept.load(c, mask) * scale,
+            k, src, row_targets, lse, factor, lambda c, mask, scale=scale: exponentials.load(c, mask) * scale,
             V=V, valid=valid, mode="store",
         )  # fmt: skip
 
@@ -182,21 +189,22 @@ def row_gradients(
     k: KernelBuilder, dlogits, logits, targets, lse, loss_scale, scale, row_begin, row_limit,
     *, V, valid, dims, inner, cap, mode, **more,
 ) -> None:  # fmt: skip
-    """dlogits from logits and lse, or with a `scale` (1) their FP8 codes."""
+    """Backward pass: store or add (`mode`) the gradient dlogits, from logits, targets and the forward pass's lse. With a `scale`
+    (1), dlogits are stored as FP8 codes relative to it. `loss_scale`: the state of dynamic loss scaling, None: off."""
     factor = factor_of(k, loss_scale, cap, scale)
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
-        src, value = logits.at(row * V), lse.get(row)
-        found = targets_of(k, src, targets, row, row_begin, cap=cap, **more)
-        weight, less = k.splat(factor * weights_of(found)), k.splat(value)
+        src, row_lse = logits.at(row * V), lse.get(row)
+        row_targets = targets_of(k, src, targets, row, row_begin, cap=cap, **more)
+        weight, lse_vector = k.splat(factor * weights_of(row_targets)), k.splat(row_lse)
 
-        def elsewhere(c, mask, src=src, weight=weight, less=less):
-            return exponential(k, src.load(c, mask), less, cap)[1] * weight
+        def softmax_gradient(c, mask, src=src, weight=weight, lse_vector=lse_vector):
+            return exponential(k, src.load(c, mask), lse_vector, cap)[1] * weight
 
-        write_gradient(k, dlogits.at(row * V), found, value, factor, elsewhere, V=V, valid=valid, mode=mode)
+        write_gradient(k, dlogits.at(row * V), row_targets, row_lse, factor, softmax_gradient, V=V, valid=valid, mode=mode)
 
 
 def constants_of(op: Op, logits: int, like: Tensor) -> dict[str, Any]:
-    """`logits` columns, and the activation `like` whose sizes count the rows."""
+    """The kernels' compile-time constants: `logits` = V; the product of the sizes of `like` is the number of rows."""
     length = op.targets.shape[-1]
     return {
         "V": logits, "valid": op.valid_vocab, "cap": cap_of(op), "predict": op.predict,
@@ -224,6 +232,7 @@ def softcap_codes(op: Op, c: Lowering) -> None:
 
 
 def lower_gradients(op: Op, c: Lowering, dlogits: Tensor, mode: str, **more: Any) -> None:
+    """Call row_gradients into `dlogits`; `more`: its operand loss_scale or scale."""
     operands = {"dlogits": dlogits, "loss_scale": None, "scale": None, "row_begin": 0, "row_limit": ALL_ROWS, **more}
     constants = constants_of(op, int(op.logits.shape[-1]), op.logits) | {"mode": mode}
     c.call(row_gradients, operands, constants, writes="dlogits")
@@ -231,10 +240,12 @@ def lower_gradients(op: Op, c: Lowering, dlogits: Tensor, mode: str, **more: Any
 
 @kernel("softcap", constants=lambda op: {"cap": op.cap, **flat(op.y)})
 def softcap(k: KernelBuilder, y, x, *, cap, dims, width, mode_y) -> None:
-    def less_centre(z: Value) -> Value:
+    """y = z for a cap with a shift. Without one z is centred, y = z - scale / 2, which is c tanh(x / c) with c = scale / 2."""
+
+    def centred(z: Value) -> Value:
         return z - centre(cap) if centre(cap) else z
 
     elementwise_map(
-        k, k.num_elements(dims) * width, y, lambda i, mask: less_centre(sigmoid_and_slope(k, x.load(i, mask), cap)[0] * cap[0]),
+        k, k.num_elements(dims) * width, y, lambda i, mask: centred(sigmoid_and_slope(k, x.load(i, mask), cap)[0] * cap[0]),
         mode=mode_y,
     )  # fmt: skip

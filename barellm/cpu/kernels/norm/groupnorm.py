@@ -1,6 +1,6 @@
-"""GroupNorm of images, and its gradients. A row is a group of an image, M adjacent numbers.
-
-One thread reads a row, again for each sum that depends on the one before: it stays in the cache."""
+"""GroupNorm of images (Wu and He 2018), and its gradients. Shapes: x, y, dy, dx (N, channels, H, W); weight, bias (channels); mean,
+rstd (N, groups) fp32. A row is one group of one image, M = channels / groups * pixels adjacent elements. One thread reads a row,
+again for each sum that depends on the one before: it stays in the cache."""
 
 from collections.abc import Callable
 from operator import add
@@ -14,7 +14,7 @@ CHAINS = 4  # independent accumulation chains of a sum
 
 
 def shape_of(op: Op) -> dict[str, Any]:
-    """Constants: `count` images for each of `dims`, of `channels` channels of `pixels` pixels, and their `groups`."""
+    """Compile-time constants: `count` images for each of `dims` (run-time sizes), their `channels`, `pixels` and `groups`."""
     N, C, H, W = op.x.shape
     groups = int((op.mean if "mean" in op.inputs else op.outputs["mean"]).shape[1])
     count = 1 if isinstance(N, Dim) else int(N)
@@ -22,7 +22,7 @@ def shape_of(op: Op) -> dict[str, Any]:
 
 
 def sums_over(k: KernelBuilder, M: int, terms: Callable[[Any, Value | None], list[Value]], count: int) -> list[Value]:
-    """`count` sums over M numbers, as floats: terms(index, mask) gives the vector that is added to each."""
+    """`count` sums over M elements, as floats: terms(index, mask) gives a vector to add to each."""
     chains = [new_accumulators(k, CHAINS) for _ in range(count)]
 
     def body(i: Any, mask: Value | None, j: int) -> None:
@@ -35,8 +35,8 @@ def sums_over(k: KernelBuilder, M: int, terms: Callable[[Any, Value | None], lis
 
 @kernel("group_norm", constants=lambda op: {**shape_of(op), "eps": float(op.eps)})
 def group_norm(k, y, mean, rstd, x, weight, bias, *, dims, count, channels, pixels, groups, eps) -> None:
-    """y = (x - mean) rstd weight + bias with the mean and rstd (N, groups) of each group of channels of each image; weight and bias
-    (channels). The variance is the mean of (x - mean)^2: three passes over a row in the cache."""
+    """y = (x - mean) rstd weight + bias, with mean and rstd of each group of channels of each image. The variance is the mean of (x
+    - mean)^2: three passes over a row in the cache."""
     group_channels = channels // groups
     M = group_channels * pixels
     with k.parallel_range(k.num_elements(dims, count) * groups, row_grain(M)) as (begin, end), k.loop(begin, end) as row:
@@ -66,8 +66,8 @@ def group_norm(k, y, mean, rstd, x, weight, bias, *, dims, count, channels, pixe
 
 @kernel("group_norm_dx", constants=shape_of)
 def group_norm_dx(k, dx, dy, x, weight, mean, rstd, *, dims, count, channels, pixels, groups, mode_dx) -> None:
-    """dx = rstd (dn - mean(dn) - n mean(dn n)), dn = dy weight, n = (x - mean) rstd, the means over a group of an image. The weight
-    is constant in a channel, so it multiplies sums."""
+    """dx = rstd (dn - mean(dn) - n mean(dn n)), dn = dy weight, n = (x - mean) rstd; the means are over a group of an image. The
+    weight is constant in a channel, so it multiplies a channel's sums. In mode "add", dx is added."""
     group_channels = channels // groups
     M = group_channels * pixels
     with k.parallel_range(k.num_elements(dims, count) * groups, row_grain(M)) as (begin, end), k.loop(begin, end) as row:
@@ -103,11 +103,11 @@ def group_norm_dx(k, dx, dy, x, weight, mean, rstd, *, dims, count, channels, pi
 def group_norm_dparams(
     k, dweight, dbias, dy, x, mean, rstd, *, dims, count, channels, pixels, groups, mode_dweight, mode_dbias
 ) -> None:
-    """dweight (channels) = sum of dy n, dbias = sum of dy (None: not wanted), over images and pixels. A channel is one work item,
-    which adds its images up in order."""
+    """dweight (channels) = sum of dy n, dbias = sum of dy (None: not stored), over images and pixels, n = (x - mean) rstd. A work
+    item is a channel, whose images are added in order."""
     group_channels = channels // groups
     with k.parallel_for(channels) as channel:
-        of_weight, of_bias = k.var(0.0), k.var(0.0)
+        weight_sum, bias_sum = k.var(0.0), k.var(0.0)
         with k.loop(0, k.num_elements(dims, count)) as n:
             at, row = (n * channels + channel) * pixels, n * groups + channel // group_channels
             centre, inverse = mean.get(row), rstd.get(row)
@@ -117,7 +117,7 @@ def group_norm_dparams(
                 return [d * ((x.at(at).load(i, mask) - centre) * inverse), d]
 
             weighted, plain = sums_over(k, pixels, terms, 2)
-            of_weight.value, of_bias.value = of_weight.value + weighted, of_bias.value + plain
-        for dst, value, mode in ((dweight, of_weight.value, mode_dweight), (dbias, of_bias.value, mode_dbias)):
+            weight_sum.value, bias_sum.value = weight_sum.value + weighted, bias_sum.value + plain
+        for dst, value, mode in ((dweight, weight_sum.value, mode_dweight), (dbias, bias_sum.value, mode_dbias)):
             if dst is not None:
                 accumulate_scalar(k, dst, channel, value, mode)

@@ -1,5 +1,6 @@
 """LayerNorm, and the gradients of both norms. Shapes: x, y, dy, dx (rows, C); weight, bias, dweight, dbias (C); mean, rstd (rows)
-fp32. RMSNorm's gradients are those of a LayerNorm without means: with `mean` None nothing is centred."""
+fp32. RMSNorm's gradients are those of a LayerNorm without means: with `mean` None nothing is centred. (dims, inner): run-time sizes
+and a number, whose product is the number of rows. A masked vector (`mask`) ends a row that lanes do not divide."""
 
 from collections.abc import Callable
 from operator import add
@@ -17,8 +18,8 @@ Factors = Callable[[Any, Value | None, int], tuple[Value, Value]]
 
 
 def row_sums(k: KernelBuilder, C: int, factors: Factors, *, unrolled: bool = False, of_u: bool = True) -> list[Value]:
-    """[sum(u v)] over a row of C columns, with `of_u` [sum(u v), sum(u)]. factors(c, mask, j) gives the vectors u and v; u must be
-    zero off the mask. `unrolled` as in `foreach_column`."""
+    """[sum(u v)] over a row of C columns, with `of_u` [sum(u v), sum(u)]. factors(c, mask, j) gives the vectors u and v at column
+    c; u must be zero in masked lanes. `unrolled`: as in `foreach_column`."""
     products, sums = loops.new_accumulators(k, CHAINS), loops.new_accumulators(k, CHAINS) if of_u else []
 
     def body(c, mask, j):
@@ -44,8 +45,8 @@ def head_constants(op: Op) -> dict[str, Any]:
 @kernel("layernorm", constants=lambda op: {"eps": op.eps, **row_constants(op)})
 def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims, inner) -> None:
     """y = (x - mean) rstd weight + bias, with the mean and the rstd = 1 / sqrt(variance + eps) of each row. Memory is read once:
-    the row stays in registers, or in the L1 where it is long. Sums are shifted by the row's first element: E[x^2] - E[x]^2 loses
-    all digits when |mean| is 3000 times the deviation, the shifted form never does."""
+    the row stays in registers, or in the L1 if it is long. Sums are shifted by the row's first element (shifted-data algorithm):
+    E[x^2] - E[x]^2 loses all digits when |mean| is 3000 times the deviation, the shifted form never does."""
     in_registers = k.lanes * (k.isa.registers - 12) >= C  # 12: accumulators and what a step needs
     rows = k.num_elements(dims) * inner
     nontemporal = loops.exceeds_caches(k, rows, C, y)
@@ -82,7 +83,7 @@ def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims,
 
 
 class Normalised:
-    """A row normalised, before the weight: (x - mean) rstd, or x rstd where `mean` is None. Computed again as it is loaded."""
+    """A normalised row, before the weight: (x - mean) rstd, or x rstd where `mean` is None. Recomputed by each load."""
 
     def __init__(self, k: KernelBuilder, row: Value, src: Pointer, mean: Pointer | None, rstd: Pointer) -> None:
         self.src, self.scale = src, k.splat(rstd.get(row))
@@ -95,7 +96,7 @@ class Normalised:
 
 class GradientOfRow:
     """dx = rstd (dn - mean(dn) - n mean(dn n)) of a row, dn = dy weight, n the normalised row; without mean(dn) where `mean` is
-    None. The means take a first pass; the second finds the row in the first cache."""
+    None. A first pass computes the means; the second finds the row in the L1."""
 
     def __init__(self, k: KernelBuilder, row: Value, dy, x, weight, mean, rstd, *, C: int) -> None:
         self.k, self.C = k, C
@@ -104,14 +105,14 @@ class GradientOfRow:
         self.centred, self.scale = mean is not None, self.normalised.scale
 
     def factors(self, c: Any, mask: Value | None) -> tuple[Value, Value, Value]:
-        """Vectors of dy, of dn and of n."""
+        """Vectors of dy, dn and n."""
         g = self.dy.load(c, mask)
         dn = g if self.weight is None else g * self.weight.load(c, mask)
         return g, dn, self.normalised.load(c, mask)
 
     def means(self, also: Callable[..., None] | None = None) -> list[Value]:
         """The first pass: [mean(dn n)] or, where the row is centred, [mean(dn n), mean(dn)], in all lanes. also(c, mask, j, dy, n)
-        is called for each vector on the way."""
+        is called for each vector, for sums that a caller needs."""
 
         def factors(c, mask, j):
             g, dn, n = self.factors(c, mask)
@@ -128,7 +129,7 @@ class GradientOfRow:
         return self.k.fma(-n, means[0], dn - means[1] if self.centred else dn) * self.scale
 
     def prefetch(self, row: Pointer, c: Any, j: int) -> None:
-        """Prefetch into L2 what the other pass reads at this column. Each pass alone would leave DRAM idle while it computes."""
+        """Prefetch into L2 what the other pass reads at column c. Either pass alone would leave DRAM idle while it computes."""
         if j * self.k.lanes * row.itemsize % loops.LINE == 0:
             self.k.prefetch(row.at(c), near=False)
 
@@ -137,7 +138,7 @@ class GradientOfRow:
 @kernel("rmsnorm_dx", constants=row_constants)
 @kernel("layernorm_dx", constants=row_constants)
 def norm_dx(k: KernelBuilder, dx, dy, x, weight, mean, rstd, *, C, dims, inner, mode_dx) -> None:
-    """dx of LayerNorm, or with `mean` None of RMSNorm (`GradientOfRow` has the formula)."""
+    """dx of LayerNorm, or with `mean` None of RMSNorm (formula: `GradientOfRow`), stored or added (mode_dx)."""
     rows = k.num_elements(dims) * inner
     nontemporal = loops.exceeds_caches(k, rows, C, dx) if mode_dx == "store" else None
     with k.parallel_range(rows, loops.row_grain(C)) as (begin, end), k.loop(begin, end) as row:
@@ -168,7 +169,7 @@ def dparams_partials(k: KernelBuilder, partials, dy, x, mean, rstd, *, C, count,
 
 
 def read_outputs(op: Op) -> dict[str, Any]:
-    """Those that something reads: a LayerNorm without bias has a dbias that nobody reads."""
+    """The outputs that some op reads: a LayerNorm without bias has a dbias that none does."""
     return {name: t for name, t in op.outputs.items() if name == "dweight" or t.role != "activation"}
 
 
@@ -183,27 +184,27 @@ def norm_dparams(op: Op, c: Lowering) -> None:
 def norm_backward(
     k: KernelBuilder, partials, dx, rounded, dy, x, weight, mean, rstd, *, C, count, sums, dims, inner, mode_dx
 ) -> None:
-    """dx, in bf16 too where `rounded` is given, and partials (chunks, count, C) of the sums over rows that `sums` names: dweight,
-    dbias, and dx_sum (of dx). All that reads dy or dx is in one kernel. Results that leave the caches are stored non-temporally."""
+    """dx, rounded to bf16 too where `rounded` is given, and partials (chunks, count, C) of the sums over rows that `sums` names:
+    dweight, dbias, and dx_sum (of dx). dy and dx are read once. Results that exceed the caches are stored non-temporally."""
     rows = k.num_elements(dims) * inner
     store_group = loops.ROW_UNROLL if C % (loops.ROW_UNROLL * k.lanes) == 0 else 1
     results = [(dx, loops.exceeds_caches(k, rows, C, dx) if mode_dx == "store" else None)]
     if rounded is not None:
         results.append((rounded, loops.exceeds_caches(k, rows, C, rounded)))
 
-    with chunks_of_rows(k, partials, rows, C, count) as (to_sums, begin, end), k.loop(begin, end) as row:
+    with chunks_of_rows(k, partials, rows, C, count) as (chunk_sums, begin, end), k.loop(begin, end) as row:
         gradient = GradientOfRow(k, row, dy, x, weight, mean, rstd, C=C)
         dst = [out.at(row * C) for out, _ in results]
         cached: list[Value] = []
 
         def add_to_sum(name: str, c, mask, add: Callable[[Value], Value]) -> None:
-            """The row of partials of sum `name`, if it is wanted: replaced by add(it)."""
+            """Replace the row of partials of sum `name`, if it is computed, by add(the row)."""
             if name in sums:
-                at = sums.index(name) * C + c
-                to_sums.store(add(to_sums.load(at, mask)), at, mask)
+                offset = sums.index(name) * C + c
+                chunk_sums.store(add(chunk_sums.load(offset, mask)), offset, mask)
 
         def first(c, mask, j, g, n):
-            """The first pass: all that needs no mean. g: dy, n: the normalized x of a vector of columns."""
+            """The first pass, for all that needs no mean. g: dy, n: the normalised x of a vector of columns."""
             add_to_sum("dweight", c, mask, lambda total: k.fma(g, n, total))
             add_to_sum("dbias", c, mask, lambda total: total + g)
             if mode_dx != "store":
@@ -212,7 +213,8 @@ def norm_backward(
         means = gradient.means(first)
 
         def body(c, mask, j):
-            """dx of a vector of columns. `store_group` vectors are gathered, and stored together."""
+            """dx of a vector of columns. `store_group` vectors are collected and stored together, so that they fill a cache
+            line."""
             _, dn, n = gradient.factors(c, mask)
             new = loops.accumulate(k, dst[0], c, mask, gradient.dx(dn, n, means), mode_dx)
             cached.append(new)

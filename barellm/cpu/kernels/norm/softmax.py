@@ -1,4 +1,4 @@
-"""Softmax over rows of any length. Shapes: x, y, dy, dx (rows, C)."""
+"""Softmax over rows of any length. Shapes: x, y, dy, dx (rows, C). (dims, inner): sizes whose product is the number of rows."""
 
 from operator import add
 
@@ -19,13 +19,13 @@ def in_registers(k: KernelBuilder, C: int) -> bool:
 
 
 def finite(k: KernelBuilder, top: Value) -> Value:
-    """The maximum, or 0 for a row of nothing but -inf: -inf less -inf would be NaN."""
+    """The maximum, or 0 for a row that is all -inf: -inf - -inf would be NaN."""
     return k.select(top > float("-inf"), top, 0.0)
 
 
 def softmax(k: KernelBuilder, y, x, *, C, scale, dims, inner) -> None:
     """y = softmax(scale x) of each row. A row is read once from memory: it stays in registers (`short_row`), or its exponentials in
-    the L2 (`kept_row`). A longer one is read twice (`long_row`, online softmax)."""
+    the L2 (`cached_row`). A longer one is read twice (`long_row`, online softmax)."""
     rows = k.num_elements(dims) * inner
     nontemporal = exceeds_caches(k, rows, C, y)
     with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
@@ -33,7 +33,7 @@ def softmax(k: KernelBuilder, y, x, *, C, scale, dims, inner) -> None:
         if in_registers(k, C):
             short_row(k, dst, src, C, scale, nontemporal)
         elif C <= CACHED_COLUMNS:
-            kept_row(k, dst, src, C, scale, nontemporal)
+            cached_row(k, dst, src, C, scale, nontemporal)
         else:
             long_row(k, dst, src, C, scale, nontemporal)
 
@@ -44,7 +44,7 @@ def power(k: KernelBuilder, x: Value, top: Value, scale: float) -> Value:
 
 
 def short_row(k: KernelBuilder, dst: Pointer, src: Pointer, C: int, scale: float, nontemporal: Value | None) -> None:
-    """dst = softmax(scale src), a row that stays in registers: {column: vector}, masked lanes -inf."""
+    """dst = softmax(scale src) of a row that stays in registers: {column: vector}, masked lanes -inf."""
     row: dict[int, Value] = {}
     maxima: Value | None = None
     for c, mask in k.columns(C):
@@ -57,42 +57,42 @@ def short_row(k: KernelBuilder, dst: Pointer, src: Pointer, C: int, scale: float
     sums = list(row.values())
     while len(sums) > 1:  # pairwise; an odd last one waits
         sums = [*map(add, sums[::2], sums[1::2]), *sums[len(sums) & -2 :]]
-    by = k.splat(1.0 / k.sum(sums[0]))
-    write_row(k, dst, C, lambda c, mask: row[c] * by, nontemporal=nontemporal, unrolled=True)
+    inverse_sum = k.splat(1.0 / k.sum(sums[0]))
+    write_row(k, dst, C, lambda c, mask: row[c] * inverse_sum, nontemporal=nontemporal, unrolled=True)
 
 
-def kept_row(k: KernelBuilder, dst: Pointer, src: Pointer, C: int, scale: float, nontemporal: Value | None) -> None:
-    """dst = softmax(scale src), with the exponentials kept in the thread's scratch (C) until their sum is known."""
-    top, kept = k.splat(highest(k, src, C)), k.thread_scratch()
+def cached_row(k: KernelBuilder, dst: Pointer, src: Pointer, C: int, scale: float, nontemporal: Value | None) -> None:
+    """dst = softmax(scale src) of a row (C) whose exponentials stay in the thread's scratch until their sum is known."""
+    top, exponentials = k.splat(highest(k, src, C)), k.thread_scratch()
 
     def term(c, mask):
         e = power(k, src.load(c, mask), top, scale)
-        kept.store(e, c, mask)
+        exponentials.store(e, c, mask)
         return e
 
-    by = k.splat(1.0 / sum_of(k, C, term))
-    write_row(k, dst, C, lambda c, mask: kept.load(c, mask) * by, nontemporal=nontemporal)
+    inverse_sum = k.splat(1.0 / sum_of(k, C, term))
+    write_row(k, dst, C, lambda c, mask: exponentials.load(c, mask) * inverse_sum, nontemporal=nontemporal)
 
 
 def long_row(k: KernelBuilder, dst: Pointer, src: Pointer, C: int, scale: float, nontemporal: Value | None) -> None:
-    """dst = softmax(scale src), online (Milakov and Gimelshein 2018): a first pass over blocks keeps the maximum so far and the sum
-    of exponentials less it, which shrinks when the maximum grows; a second pass computes the exponentials again."""
+    """dst = softmax(scale src) of a row, online (Milakov and Gimelshein 2018): a first pass over blocks keeps the maximum so far
+    and the sum of exponentials relative to it, which is rescaled when the maximum grows; a second pass recomputes them."""
     top, total = k.var(float("-inf")), k.var(0.0)
 
-    def add_block(at: Pointer, size: int) -> None:
-        before, block_top = top.value, highest(k, at, size)
-        now = k.max(before, block_top)
-        shift = k.splat(finite(k, now))
-        shrunk = total.value * k.lane(power(k, k.splat(before), shift, scale), 0)
-        total.value = shrunk + sum_of(k, size, lambda c, mask: power(k, at.load(c, mask), shift, scale))
-        top.value = now
+    def add_block(columns: Pointer, size: int) -> None:
+        old_top, block_top = top.value, highest(k, columns, size)
+        new_top = k.max(old_top, block_top)
+        shift = k.splat(finite(k, new_top))
+        rescaled = total.value * k.lane(power(k, k.splat(old_top), shift, scale), 0)
+        total.value = rescaled + sum_of(k, size, lambda c, mask: power(k, columns.load(c, mask), shift, scale))
+        top.value = new_top
 
     with k.loop(0, C - C % BLOCK, BLOCK) as c:
         add_block(src.at(c), BLOCK)
     if C % BLOCK:
         add_block(src.at(C - C % BLOCK), C % BLOCK)
-    shift, by = k.splat(finite(k, top.value)), k.splat(1.0 / total.value)
-    write_row(k, dst, C, lambda c, mask: power(k, src.load(c, mask), shift, scale) * by, nontemporal=nontemporal)
+    shift, inverse_sum = k.splat(finite(k, top.value)), k.splat(1.0 / total.value)
+    write_row(k, dst, C, lambda c, mask: power(k, src.load(c, mask), shift, scale) * inverse_sum, nontemporal=nontemporal)
 
 
 @lowering("softmax")
@@ -104,7 +104,7 @@ def lower_softmax(op: Op, c: Lowering) -> None:
 
 @kernel("softmax_dx", constants=lambda op: {"C": int(op.y.shape[-1]), "scale": op.scale, **shape_of(op.y)})
 def softmax_dx(k: KernelBuilder, dx, dy, y, *, C, scale, dims, inner, mode_dx) -> None:
-    """dx = scale y (dy - sum(dy y)) of each row. The second pass finds the row in a cache, unless it is longer than those."""
+    """dx = scale y (dy - sum(dy y)) of each row, stored or added (mode_dx). The second pass finds the row in a cache."""
     rows = k.num_elements(dims) * inner
     nontemporal = exceeds_caches(k, rows, C, dx) if mode_dx == "store" else None
     with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:

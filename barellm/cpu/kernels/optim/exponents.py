@@ -1,8 +1,8 @@
-"""Exponent histograms (dynamic-range statistics). Shapes: x any, n elements; counts (256) i32; sums (4); partials (chunks, 256),
-(chunks, 4).
+"""Exponent histograms (dynamic-range statistics). Shapes: x any, n elements; counts (256) i32, one for each biased fp32 exponent;
+sums (4): of x, |x| and x^2, and the largest |x|, of the finite elements; partials (chunks, 256), (chunks, 4).
 
-Chunks, whose number follows from n, are counted each by one thread. Neighbours often have equal exponents, and an increment of a
-counter waits for the store of the one before: so each of TABLES neighbours has counters of its own."""
+x is split into chunks, whose number depends on n alone; one thread counts each. Neighbours often have equal exponents, and to
+increment a counter waits for the store of the increment before: so each of TABLES neighbours has counters of its own."""
 
 from typing import Any
 
@@ -22,8 +22,7 @@ def elements_per_chunk(k: KernelBuilder, n: Value) -> Value:
 
 
 def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
-    """One row of counts (chunks, 256) and of sums (chunks, 4) for each chunk of x: how many elements have each biased exponent of
-    fp32; of the finite ones the sum, the sum of magnitudes, of squares, and the largest magnitude."""
+    """One row of counts (chunks, 256) and of sums (chunks, 4) for each chunk of x."""
     n = k.num_elements(dims) * width
     chunk_elements = elements_per_chunk(k, n)
     with k.parallel_for(k.ceil_div(n, chunk_elements)) as chunk:
@@ -34,6 +33,7 @@ def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
         largest = new_accumulators(k, UNROLL)
 
         def body(i, mask, j):
+            """Add the vector at element i to the sums of chain j, and count each lane's exponent, through memory."""
             v = x.load(i, mask)
             bits = k.bitcast(v, k.ivec)
             e = (bits >> 23) & NOT_FINITE  # the exponent field, all ones for infinity and NaN
@@ -62,13 +62,13 @@ def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
             counts.store(count, chunk * BINS + i, mask)
 
         foreach_vector(k, 0, BINS, merge_tables)
-        for place, chains in enumerate((total, size, square)):
-            sums.put(k.sum(tree_reduce(chains, lambda a, b: a + b)), chunk * len(SUMS) + place)
+        for column, chains in enumerate((total, size, square)):
+            sums.put(k.sum(tree_reduce(chains, lambda a, b: a + b)), chunk * len(SUMS) + column)
         sums.put(k.maximum(tree_reduce(largest, k.max)), chunk * len(SUMS) + SUMS.index("max_abs"))
 
 
 def combine_exponent_stats(k: KernelBuilder, counts, sums, partial_counts, partial_sums, *, dims, width) -> None:
-    """Reduce the chunks' counts and sums, in the chunks' order."""
+    """counts (256) and sums (4) = the sums of the chunks' rows (the maximum of their maxima), in the chunks' order, in double."""
     n = k.num_elements(dims) * width
     with k.parallel_for(1):
         chunks = k.ceil_div(n, elements_per_chunk(k, n))
@@ -80,16 +80,16 @@ def combine_exponent_stats(k: KernelBuilder, counts, sums, partial_counts, parti
             counts.store(total.value, i, mask)
 
         foreach_vector(k, 0, BINS, body, unroll=1)
-        for place, name in enumerate(SUMS):
+        for column, name in enumerate(SUMS):
             total = k.var(k.const(0.0, "double"))
             with k.loop(0, chunks) as chunk:
-                value = k.to(partial_sums.get(chunk * len(SUMS) + place), "double")
+                value = k.to(partial_sums.get(chunk * len(SUMS) + column), "double")
                 total.value = k.max(value, total.value) if name == "max_abs" else total.value + value
-            sums.put(k.to(total.value, "float"), place)
+            sums.put(k.to(total.value, "float"), column)
 
 
 def result_region(out: Tensor) -> tuple[Region, str]:
-    """The bytes of a result, which may be columns of a tensor that has one row."""
+    """(bytes, dtype) of a result, which may be columns of a tensor that has one row."""
     first = out.first_column * 4
     return Region(out.base, first, first + 4 * out.size), out.dtype
 

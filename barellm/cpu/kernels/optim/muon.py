@@ -1,7 +1,8 @@
-"""Muon but for its symmetric GEMMs (symmetric.py): momentum, normalization, the last GEMM of a Newton-Schulz step, NorMuon's
-factors, and the weight update. Shapes: param, grad, m, u, x, y (rows, cols), flat where nothing else is said.
+"""Muon (Jordan et al. 2024) but for its symmetric GEMMs (symmetric.py): momentum, normalization, the last GEMM of a Newton-Schulz
+step, NorMuon's factors, and the weight update. Shapes: param, grad, m, u, x, y (rows, cols), flat where nothing else is said; clip
+(2) = [gradient norm, factor that clips it], whose factor is NaN if the norm is not finite: then a step changes nothing.
 
-Of a bank each matrix has calls of its own, which touch no bytes of each other: so no thread waits between them."""
+A bank holds several matrices of one shape. Each has calls of its own, on bytes of its own, so no thread waits between them."""
 
 from collections.abc import Iterator
 from operator import add
@@ -22,25 +23,25 @@ CHAINS = 4  # independent accumulation chains
 
 
 def each_matrix(op: Op, **operands: Any) -> Iterator[dict[str, Any]]:
-    """The operands of each matrix of the op's bank."""
+    """Yield the operands for each matrix of the op's bank: the i-th share of every operand, None where it is None."""
     for i in range(op.matrices):
         yield {name: t if t is None else share(t, i, op.matrices) for name, t in operands.items()}
 
 
 def muon_momentum(k: KernelBuilder, m, u, partials, grad, clip, n, *, nesterov) -> None:
-    """m = momentum m + (1 - momentum) g, with the clipped gradient g; u = the new m, or with `nesterov` momentum m + (1 - momentum)
-    g again; partials (chunks) = sums of squares of u. A norm that is not finite leaves m, and u is 0. A work item is the CHUNK of
-    one partial sum."""
+    """m = momentum m + (1 - momentum) g, g being the clipped gradient; u = the new m, or with `nesterov` momentum m + (1 -
+    momentum) g once more; partials (chunks) = sums of squares of u, one for each CHUNK of elements, which is a work item. If the
+    norm is not finite, m stays and u is 0."""
     momentum, scale = k.scalar("momentum"), clip.get(1)
     finite = scale.equals(scale)  # NaN says that the gradient's norm is not finite
-    kept, fresh = k.splat(momentum), k.splat((1.0 - momentum) * scale)
+    momentum_vector, grad_factor = k.splat(momentum), k.splat((1.0 - momentum) * scale)
     with k.parallel_for((n + CHUNK - 1) // CHUNK) as chunk:
         sums = loops.new_accumulators(k, CHAINS)
 
         def body(i, mask, j):
-            old, g = m.load(i, mask), grad.load(i, mask) * fresh
-            new = k.fma(old, kept, g)
-            lookahead = k.fma(new, kept, g) if nesterov else new
+            old, g = m.load(i, mask), grad.load(i, mask) * grad_factor
+            new = k.fma(old, momentum_vector, g)
+            lookahead = k.fma(new, momentum_vector, g) if nesterov else new
             m.store(k.select(finite, new, old), i, mask)
             lookahead = k.select(finite, lookahead, 0.0)
             u.store(lookahead, i, mask)
@@ -52,14 +53,14 @@ def muon_momentum(k: KernelBuilder, m, u, partials, grad, clip, n, *, nesterov) 
 
 @lowering("muon_momentum")
 def lower_momentum(op: Op, c: Lowering) -> None:
-    for one in each_matrix(op, **op.outputs, grad=op.grad):
-        operands = {**one, "clip": op.clip, "n": op.grad.size // op.matrices}
+    for matrix in each_matrix(op, **op.outputs, grad=op.grad):
+        operands = {**matrix, "clip": op.clip, "n": op.grad.size // op.matrices}
         c.call(muon_momentum, operands, {"nesterov": bool(op.nesterov)}, writes="m u partials")
 
 
 def muon_normalize(k: KernelBuilder, x, u, partials, n, count, *, margin, eps) -> None:
-    """x (n) = u / (margin |u| + eps), where |u|^2 is the sum of partials (count). Each thread adds up the few partial sums, in
-    order."""
+    """x (n) = u / (margin |u| + eps), the start of the Newton-Schulz steps; |u|^2 is the sum of partials (count), which each thread
+    computes for itself, in order: they are few. `margin` > 1 keeps the spectral norm below 1 in spite of rounding."""
     total = k.var(k.const(0.0, "double"))
     with k.loop(0, count) as i:
         total.value = total.value + k.to(partials.get(i), "double")
@@ -71,13 +72,13 @@ def muon_normalize(k: KernelBuilder, x, u, partials, n, count, *, margin, eps) -
 @lowering("muon_normalize")
 def lower_normalize(op: Op, c: Lowering) -> None:
     sizes = {"n": op.u.size // op.matrices, "count": op.partials.size // op.matrices}
-    for one in each_matrix(op, x=op.x, u=op.u, partials=op.partials):
-        c.call(muon_normalize, {**one, **sizes}, {"margin": float(op.margin), "eps": float(op.eps)}, writes="x")
+    for matrix in each_matrix(op, x=op.x, u=op.u, partials=op.partials):
+        c.call(muon_normalize, {**matrix, **sizes}, {"margin": float(op.margin), "eps": float(op.eps)}, writes="x")
 
 
 def gram_apply(k: KernelBuilder, y, a, b, x, scale, *, rows, cols, depth, config) -> None:
-    """y (rows, cols) = scale x + a (rows, depth) @ b (depth, cols). `scale` is a run-time argument: it differs between
-    Newton-Schulz steps."""
+    """y (rows, cols) = scale x + a (rows, depth) @ b (depth, cols): the last GEMM of a Newton-Schulz step; one of a and b is x.
+    `scale` is a run-time argument, because it differs between steps."""
     factor = k.splat(numbers.number(k, scale))
     gemm(k, y, None, a, b, None, x, 0, rows, cols=cols, depth=depth, transposed=False, dims=(), inner=rows,
             epilogues=("scaled",), mode="store", config=config, scale=factor)  # fmt: skip
@@ -85,25 +86,26 @@ def gram_apply(k: KernelBuilder, y, a, b, x, scale, *, rows, cols, depth, config
 
 @lowering("gram_apply")
 def lower_apply(op: Op, c: Lowering) -> None:
+    """y = scale x + x b of a tall x, scale x + b x of a wide one; b is the symmetric polynomial of x's Gram matrix."""
     rows, cols = op.one(op.x)
     a, b, depth = (op.x, op.b, cols) if op.is_tall(op.x) else (op.b, op.x, rows)
     config = select_config(c, "input_gradient", op.x.dtype, cols, depth, rows)
     c.thread_scratch(gemm_scratch_bytes(c.isa, op.x.dtype, depth, config))
     constants = {"rows": rows, "cols": cols, "depth": depth, "config": config}
-    for one in each_matrix(op, y=op.y, a=a, b=b, x=op.x):
-        c.call(gram_apply, {**one, "scale": numbers.bits(op.scale)}, constants, writes="y")
+    for matrix in each_matrix(op, y=op.y, a=a, b=b, x=op.x):
+        c.call(gram_apply, {**matrix, "scale": numbers.bits(op.scale)}, constants, writes="y")
 
 
 # --- NorMuon ---
 
 
 def row_means(k: KernelBuilder, means, x, rows, *, C) -> None:
-    """means (rows) of the squares of x (rows, C)."""
+    """means (rows) = the mean of the squares of each row of x (rows, C)."""
     with k.parallel_range(rows, max(1, loops.GRAIN // C)) as (begin, end), k.loop(begin, end) as row:
-        sums, at = loops.new_accumulators(k, CHAINS), x.at(row * C)
+        sums, src = loops.new_accumulators(k, CHAINS), x.at(row * C)
 
         def body(c, mask, j):
-            value = at.load(c, mask)
+            value = src.load(c, mask)
             sums[j].value = k.fma(value, value, sums[j].value)
 
         loops.foreach_column(k, C, body, unroll=CHAINS)
@@ -111,7 +113,7 @@ def row_means(k: KernelBuilder, means, x, rows, *, C) -> None:
 
 
 def column_means(k: KernelBuilder, means, x, rows, *, C) -> None:
-    """means (C) of the squares of x (rows, C): a work item is a few vectors of columns, over all rows."""
+    """means (C) = the mean of the squares of each column of x (rows, C). A work item is CHAINS vectors of columns."""
     with k.parallel_range(C, CHAINS * k.lanes) as (begin, end):
 
         def body(c, mask, j):
@@ -125,21 +127,22 @@ def column_means(k: KernelBuilder, means, x, rows, *, C) -> None:
 
 
 def scales_of_means(k: KernelBuilder, second, scales, means, clip, n, *, beta2, each) -> None:
-    """NorMuon's factors of rows or columns: second (n) = beta2 second + (1 - beta2) means, scales (n) = 1 / sqrt(second), times one
-    number such that scaling leaves the norm of x. `means`: of squares of `each` elements. They are few: one thread, in double."""
+    """NorMuon's factors of the rows (or columns): second (n) = beta2 second + (1 - beta2) means; scales (n) = ratio / sqrt(second),
+    where the ratio is such that the scaled x has the norm of x. `means` (n): the mean squares of `each` elements. There are few, so
+    one thread does all, in double. If the gradient's norm is not finite, `second` stays."""
     finite = clip.get(1).equals(clip.get(1))
     with k.parallel_for(1):
-        before, after = k.var(k.const(0.0, "double")), k.var(k.const(0.0, "double"))
+        sum_before, sum_after = k.var(k.const(0.0, "double")), k.var(k.const(0.0, "double"))
         with k.loop(0, n) as i:
             mean, old = means.get(i), second.get(i)
             new = k.select(finite, k.fma(old, k.float(beta2), mean * (1.0 - beta2)), old)
-            d = 1.0 / k.sqrt(k.max(new, k.float(LEAST)))
+            inv_root = 1.0 / k.sqrt(k.max(new, k.float(LEAST)))
             second.put(new, i)
-            scales.put(d, i)
+            scales.put(inv_root, i)
             mean = k.to(mean, "double")
-            before.value = before.value + mean
-            after.value = after.value + mean * k.to(d, "double") * k.to(d, "double")
-        norm, scaled = k.sqrt(before.value * float(each)), k.sqrt(after.value * float(each))
+            sum_before.value = sum_before.value + mean
+            sum_after.value = sum_after.value + mean * k.to(inv_root, "double") * k.to(inv_root, "double")
+        norm, scaled = k.sqrt(sum_before.value * float(each)), k.sqrt(sum_after.value * float(each))
         ratio = k.splat(norm / k.max(scaled, LEAST))
         loops.foreach_vector(k, 0, n, lambda i, mask, j: scales.store(scales.load(i, mask) * ratio, i, mask))
 
@@ -148,11 +151,11 @@ def scales_of_means(k: KernelBuilder, second, scales, means, clip, n, *, beta2, 
 def lower_scales(op: Op, c: Lowering) -> None:
     rows, C = op.one(op.x)
     means = (part(c.workspace("means", 4 * op.second.size)), "fp32")
-    for one in each_matrix(op, means=means, x=op.x):
-        c.call(row_means if rows >= C else column_means, {**one, "rows": rows}, {"C": C}, writes="means")
+    for matrix in each_matrix(op, means=means, x=op.x):
+        c.call(row_means if rows >= C else column_means, {**matrix, "rows": rows}, {"C": C}, writes="means")
     constants = {"beta2": float(op.beta2), "each": min(rows, C)}
-    for one in each_matrix(op, **op.outputs, means=means):
-        operands = {**one, "clip": op.clip, "n": op.second.size // op.matrices}
+    for matrix in each_matrix(op, **op.outputs, means=means):
+        operands = {**matrix, "clip": op.clip, "n": op.second.size // op.matrices}
         c.call(scales_of_means, operands, constants, writes="second scales")
 
 
@@ -163,25 +166,26 @@ def muon_update(
     k: KernelBuilder, param, param_lo, x, clip, scales, rows, *, C, by_column, rate, lr_scale, scale, weight_decay, squared,
     cautious
 ) -> None:  # fmt: skip
-    """param = (1 - lr weight_decay) param - lr scale x, in one pass, lr = the run-time scalar `rate` times lr_scale. `squared`: the
-    decay is lr^2 scale weight_decay; `cautious`: it acts only where it has the update's direction. `scales`: a factor for each row
-    of x, or `by_column`; None: 1."""
+    """param = (1 - lr weight_decay) param - lr scale x in one pass, lr = the run-time scalar named `rate` times `lr_scale`.
+    `scales`: NorMuon's factor for each row of x, or each column if `by_column`; None: 1. `squared`: the decay is lr^2 scale
+    weight_decay instead. `cautious`: an element decays only where its update has the weight's sign (both shrink it)."""
     lr = k.scalar(rate) * lr_scale
-    lost = lr * lr * (weight_decay * scale) if squared else lr * weight_decay
-    shrink, decay, size = k.splat(1.0 - lost), k.splat(lost), k.splat(lr * scale)
+    decay_fp64 = lr * lr * (weight_decay * scale) if squared else lr * weight_decay  # Adam-like modded-nanogpt decay, or AdamW's
+    shrink, decay, size = k.splat(1.0 - decay_fp64), k.splat(decay_fp64), k.splat(lr * scale)
     weights, clip_scale = storage.Weight(k, param, param_lo), clip.get(1)
 
     def update_range(begin: Value, end: Value, factor) -> None:
-        """Update elements [begin, end) by x times factor(index, mask)."""
+        """param -= factor(index, mask) x for the elements [begin, end), with weight decay; the factor contains lr scale."""
 
         def body(i, mask, vectors):
+            """Update the vectors from element i on, as many as `vectors` has."""
             updated = []
             for j in range(len(vectors)):
-                at = i + j * k.lanes
-                p, update = weights.load(at, mask), x.load(at, mask) * factor(at, mask)
+                offset = i + j * k.lanes
+                p, update = weights.load(offset, mask), x.load(offset, mask) * factor(offset, mask)
                 if cautious:
-                    same = update * p >= 0.0
-                    updated.append(p - k.select(same, p * decay, 0.0) - update)
+                    same_sign = update * p >= 0.0  # the update shrinks the weight: only then it decays, too
+                    updated.append(p - k.select(same_sign, p * decay, 0.0) - update)
                 else:
                     updated.append(k.fma(p, shrink, -update))
             weights.store_all(updated, i, mask)
@@ -191,15 +195,15 @@ def muon_update(
     # NaN says that the gradient's norm is not finite: no work items.
     with k.parallel_range(k.select(clip_scale.equals(clip_scale), rows, 0), max(1, UPDATE_GRAIN // C)) as (begin, end):
         if scales is None:
-            update_range(begin * C, end * C, lambda at, mask: size)
+            update_range(begin * C, end * C, lambda offset, mask: size)
             return
         with k.loop(begin, end) as row:
             first = row * C
             if by_column:
-                update_range(first, first + C, lambda at, mask: scales.load(at - first, mask) * size)
+                update_range(first, first + C, lambda offset, mask: scales.load(offset - first, mask) * size)
             else:
                 row_factor = k.splat(scales.get(row)) * size
-                update_range(first, first + C, lambda at, mask: row_factor)
+                update_range(first, first + C, lambda offset, mask: row_factor)
 
 
 @lowering("muon_update", also={"param": PLANES})
@@ -209,5 +213,5 @@ def lower_update(op: Op, c: Lowering) -> None:
     cautious = bool(op.cautious and op.weight_decay)
     constants |= {"rate": op.rate, "C": C, "by_column": rows < C, "squared": op.squared, "cautious": cautious}
     operands = {**storage.weight_operands("param", op.outputs["param"]), "x": op.x, "scales": op.scales}
-    for one in each_matrix(op, **operands):
-        c.call(muon_update, {**one, "clip": op.clip, "rows": rows}, constants, writes="param param_lo")
+    for matrix in each_matrix(op, **operands):
+        c.call(muon_update, {**matrix, "clip": op.clip, "rows": rows}, constants, writes="param param_lo")

@@ -1,4 +1,5 @@
-"""AdamW and cautious AdamW: one pass over gradient, both moments and the weight. All tensors flat, `n` elements."""
+"""AdamW (Loshchilov and Hutter 2019) and cautious AdamW: one pass over gradient, both moments and the weight. All tensors flat, `n`
+elements; clip (2) = [gradient norm, factor that clips it], whose factor is NaN if the norm is not finite: then nothing changes."""
 
 from collections.abc import Callable
 
@@ -25,10 +26,11 @@ def adamw(
     k: KernelBuilder, param, param_lo, m, v, grad, clip, n, stream, first, *,
     beta1, beta2, eps, weight_decay, lr_scale, cautious, bf16,
 ) -> None:  # fmt: skip
-    """AdamW (Loshchilov and Hutter 2019) of `n` elements: param = p (1 - lr wd) - lr m^ / (sqrt(v^) + eps), lr = the run-time
-    scalar times `lr_scale`; the step's factors are computed in double. `cautious`: u = lr m^ / (sqrt(v) + eps) with the second bias
-    correction in lr, then p - u - (lr^2 wd p where u makes p smaller). With a `stream` 16-bit moments are rounded stochastically,
-    by the random bits from element `first` on. `bf16`: the new weight is rounded to it. clip[1] multiplies the gradient."""
+    """AdamW of `n` elements: param = p (1 - lr wd) - lr m^ / (sqrt(v^) + eps), lr = the run-time scalar times `lr_scale`; the
+    step's factors are computed in double. `cautious` (modded-nanogpt): u = lr m^ / (sqrt(v) + eps) with the second bias correction
+    in lr, then p - u - (lr^2 wd p where u makes p smaller). With a `stream` 16-bit moments are rounded stochastically, by its
+    random bits from element `first` on. `bf16`: the new weight is rounded to it. `param_lo`: a weight's second plane (storage.py),
+    or None."""
     lr, step = k.scalar("lr"), k.scalar("step")
     lr = lr if lr_scale == 1.0 else lr * lr_scale
     step_size, root = lr / (1.0 - power(k, beta1, step)), k.sqrt(1.0 - power(k, beta2, step))
@@ -43,22 +45,22 @@ def adamw(
     key = None if stream is None else random.sample_key(k, k.scalar("seed"), step, 0, stream)
 
     def new_weight(p: Value, numerator: Value, root: Value) -> Value:
-        """The weight p after the step, from lr m^ and sqrt(v)."""
+        """The weight after the step, from p, `numerator` = lr m^ and `root` = sqrt(v)."""
         if not cautious:
             return k.fma(p, shrink, -(numerator / k.fma(root, unbias, k.to(eps, k.vec))))
         update = numerator / (root + eps)
         return p - update - k.select(update * p > 0.0, p * decay, 0.0)
 
     def body(i, mask, dithers):
-        """Adjacent vectors from element i, each with its random bits or None."""
+        """Update adjacent vectors from element i on: one for each of `dithers`, which are random bits for rounding, or None."""
         updated, first, second = [], [], []
         for j in range(len(dithers)):
-            at = i + j * k.lanes
-            g = grad.load(at, mask)
+            offset = i + j * k.lanes
+            g = grad.load(offset, mask)
             root = g * for_square
-            first.append(k.fma(means.load(at, mask), beta1, g * for_mean))
-            second.append(k.fma(root, root, squares.load(at, mask) * beta2))
-            updated.append(new_weight(weights.load(at, mask), rate * first[j], k.sqrt(second[j])))
+            first.append(k.fma(means.load(offset, mask), beta1, g * for_mean))
+            second.append(k.fma(root, root, squares.load(offset, mask) * beta2))
+            updated.append(new_weight(weights.load(offset, mask), rate * first[j], k.sqrt(second[j])))
         random_bits = None not in dithers
         means.store_all(first, i, mask, dither=[bits & 0x3FFF for bits in dithers] if random_bits else None)
         squares.store_all(second, i, mask, dither=[bits >> 19 for bits in dithers] if random_bits else None)
@@ -73,21 +75,22 @@ def adamw(
 
 
 def sweep_pairs(k: KernelBuilder, begin: Value, end: Value, body: Callable[..., None]) -> None:
-    """body(index, None, [None, None]) for pairs of vectors of elements [begin, end), body(index, mask, [None]) for the rest."""
-    whole = begin + ((end - begin) & -2 * k.lanes)
-    with k.loop(begin, whole, 2 * k.lanes) as i:
+    """Emit body(index, None, [None, None]) for pairs of vectors of elements [begin, end), and body(index, mask, [None]) for the
+    rest."""
+    full_end = begin + ((end - begin) & -2 * k.lanes)
+    with k.loop(begin, full_end, 2 * k.lanes) as i:
         body(i, None, [None, None])
-    with k.loop(whole, end, k.lanes) as i:
+    with k.loop(full_end, end, k.lanes) as i:
         body(i, k.mask_first(end - i), [None])
 
 
 def sweep_dithered(
     k: KernelBuilder, begin: Value, end: Value, key: tuple[Value, Value], origin: Value, body: Callable[..., None]
 ) -> None:
-    """As `sweep_pairs`, but body's third argument has random words: [word, word] for a pair of vectors, [word] for one, i32 lanes.
-    Elements go in blocks of SHARED_WIDTH, which a call of the generator serves; `begin` is the start of one, as is `origin`, the
-    element of the whole tensor at which these begin. The next block's words, a chain of 80 operations, are computed between the
-    vectors of this one (software pipelining)."""
+    """As `sweep_pairs`, but body's third argument has random words (i32 lanes): [word, word] for a pair of vectors, [word] for one.
+    A call of the generator serves a block of SHARED_WIDTH elements; `begin` starts a block, and so does `origin`, the element of
+    the whole tensor that these begin with (a rank's shard). The next block's words, a chain of 80 operations, are computed between
+    the vectors of this one (software pipelining)."""
     width, vectors = random.SHARED_WIDTH, random.SHARED_WIDTH // k.lanes
     *_, first_words = random.shared_words(k, key, (origin + begin) // width)
     next_words = [k.var(word) for word in first_words]
@@ -97,23 +100,23 @@ def sweep_dithered(
         words = [word.value for word in next_words]
         generator = random.shared_words(k, key, (origin + first) // width + 1)
         for j in range(0, vectors, 2):
-            at = first + j * k.lanes
+            index = first + j * k.lanes
             bits = [random.shared_word(k, words, i * k.lanes) for i in (j, j + 1)]
             if masked:
                 for i in range(2):
-                    body(at + i * k.lanes, k.mask_first(end - at - i * k.lanes), [bits[i]])
+                    body(index + i * k.lanes, k.mask_first(end - index - i * k.lanes), [bits[i]])
             else:
-                body(at, None, bits)
+                body(index, None, bits)
             # These two vectors' share of the generator's GROUPS steps.
             for _ in range(random.GROUPS * j // vectors, random.GROUPS * (j + 2) // vectors):
                 computed = next(generator)
         for word, new in zip(next_words, computed, strict=True):
             word.value = new
 
-    whole = begin + ((end - begin) & -width)
-    with k.loop(begin, whole, width) as first:
+    full_end = begin + ((end - begin) & -width)
+    with k.loop(begin, full_end, width) as first:
         block(first, masked=False)
-    with k.loop(whole, end, width) as first:
+    with k.loop(full_end, end, width) as first:
         block(first, masked=True)
 
 

@@ -1,7 +1,7 @@
 """PowerSGD (Vogels et al. 2019): low-rank factors of a gradient, their orthonormal basis (Householder QR), and error feedback.
 
-A matrix is read once, row by row, at memory bandwidth, and multiplied with all columns of a factor while its rows are cached.
-Shapes: grad, error (rows, cols); a factor is (rank, n), one column after the other."""
+A matrix M = grad + error is read once, row by row, at memory bandwidth, and multiplied with all columns of a factor while its rows
+are cached. Shapes: grad, error (rows, cols); a factor is (rank, n), one column after the other."""
 
 from collections.abc import Callable
 from operator import add
@@ -19,30 +19,30 @@ ACROSS, DOWN = {16: (2, 4), 32: (4, 6)}, {16: (4, 2), 32: (4, 6)}
 
 
 def foreach_tile(k: KernelBuilder, begin: Value, end: Value, rank: int, tile: tuple[int, int], block: Callable[..., None]) -> None:
-    """block(row, number of rows, column, number of columns) for tiles of rows [begin, end) x the `rank` columns of a factor.
-    `tile`: (rows, columns) of a full one."""
+    """Emit block(row, number of rows, column, number of columns) for tiles of rows [begin, end) x the `rank` columns of a factor.
+    `tile`: (rows, columns) of a full tile."""
     height, width = tile
-    cut = rank - rank % width
+    full_columns = rank - rank % width
 
-    def columns(i: Value, tall: int) -> None:
-        if cut:
-            with k.loop(0, cut, width) as j:
-                block(i, tall, j, width)
-        if cut < rank:
-            block(i, tall, cut, rank - cut)
+    def columns(i: Value, height: int) -> None:
+        if full_columns:
+            with k.loop(0, full_columns, width) as j:
+                block(i, height, j, width)
+        if full_columns < rank:
+            block(i, height, full_columns, rank - full_columns)
 
-    whole = begin + ((end - begin) & -height)
-    with k.loop(begin, whole, height) as i:
+    full_end = begin + ((end - begin) & -height)
+    with k.loop(begin, full_end, height) as i:
         columns(i, height)
-    with k.loop(whole, end) as i:
+    with k.loop(full_end, end) as i:
         columns(i, 1)
 
 
 def factor_across(k: KernelBuilder, y, grad, error, f, *, rows, cols, rank) -> None:
-    """y (rank, rows) = (M f^T)^T, M = grad + error (rows, cols), f (rank, cols): dot products along the rows of M."""
+    """y (rank, rows) = (M f^T)^T, f (rank, cols): dot products along the rows of M = grad + error (rows, cols)."""
 
     def block(i, height, j, width):
-        """`height` rows of M from i on times `width` rows of f from j on."""
+        """Multiply `height` rows of M from i on with `width` rows of f from j on."""
         sums = [new_accumulators(k, width) for _ in range(height)]
 
         def body(c, mask, _):
@@ -68,7 +68,7 @@ def factor_down(k: KernelBuilder, partials, grad, error, f, *, rows, cols, rank)
         assert dst is not None
 
         def block(i, height, j, width):
-            """Add to the sums j .. j + width the rows of M i .. i + height, each times its element of f."""
+            """Add rows i .. i + height of M, each times its element of f, to the sums j .. j + width."""
             factors = [[k.splat(f.get((j + b) * rows + i + a)) for a in range(height)] for b in range(width)]
 
             def body(c, mask, _):
@@ -111,7 +111,7 @@ def lower_factor(op: Op, c: Lowering) -> None:
 
 
 def dot(k: KernelBuilder, a: Pointer, b: Pointer, first: Any, n: Any) -> Value:
-    """The sum of the products of elements [first, n)."""
+    """The dot product of elements [first, n) of a and b."""
     sums = new_accumulators(k, CHAINS)
 
     def body(i, mask, j):
@@ -183,48 +183,49 @@ TALL = {16: 2, 32: 4}  # rows of a tile, for which a vector of the right factors
 
 
 def feedback(k: KernelBuilder, grad, error, left_own, left_total, right_own, right_total, clip, *, rows, cols, rank) -> None:
-    """error = grad + error - left_own^T right_own, what this rank's factors leave out; grad = left_total^T right_total, the
-    gradient that all ranks' factors give. Left factors (rank, rows), right ones (rank, cols). Nothing if the norm is not finite."""
-    clip_scale, tall = clip.get(1), TALL[k.isa.registers]
+    """error = grad + error - left_own^T right_own, what this rank's factors leave out (error feedback); grad = left_total^T
+    right_total, the gradient that all ranks' factors give. Left factors (rank, rows), right ones (rank, cols). Nothing changes if
+    the norm is not finite."""
+    clip_scale, tile_rows = clip.get(1), TALL[k.isa.registers]
 
     def update_tile(i: Value, height: int, columns: list[tuple[Any, Value | None]]) -> None:
-        """Rows [i, i + height) x the vectors `columns`, (first column, mask) each."""
-        at = [[((i + a) * cols + c, mask) for c, mask in columns] for a in range(height)]
-        residuals = [[k.var(grad.load(*x) + error.load(*x)) for x in row] for row in at]
+        """Update rows [i, i + height) x the vectors `columns`, (first column, mask) each."""
+        offsets = [[((i + a) * cols + c, mask) for c, mask in columns] for a in range(height)]
+        residuals = [[k.var(grad.load(*x) + error.load(*x)) for x in row] for row in offsets]
         products = [new_accumulators(k, len(columns)) for _ in range(height)]
         with k.loop(0, rank) as j:
-            own, total = ([f.load(j * cols + c, mask) for c, mask in columns] for f in (right_own, right_total))
+            own_columns, total_columns = ([f.load(j * cols + c, mask) for c, mask in columns] for f in (right_own, right_total))
             for a in range(height):
                 left, left_all = (k.splat(f.get(j * rows + i + a)) for f in (left_own, left_total))
-                for residual, product, u, v in zip(residuals[a], products[a], own, total, strict=True):
+                for residual, product, u, v in zip(residuals[a], products[a], own_columns, total_columns, strict=True):
                     residual.value = k.fma(-left, u, residual.value)
                     product.value = k.fma(left_all, v, product.value)
-        for row, row_residuals, row_products in zip(at, residuals, products, strict=True):
+        for row, row_residuals, row_products in zip(offsets, residuals, products, strict=True):
             for x, residual, product in zip(row, row_residuals, row_products, strict=True):
                 error.store(residual.value, *x)
                 grad.store(product.value, *x)
 
     def update_strip(begin: Value, end: Value, columns: list[tuple[Any, Value | None]]) -> None:
-        """All rows of a work item for some columns, so that the right factors' columns stay cached."""
-        whole = begin + ((end - begin) & -tall)
-        for first, last, height in ((begin, whole, tall), (whole, end, 1)):
+        """Update all rows of a work item for some columns, so that the right factors' columns stay cached."""
+        full_end = begin + ((end - begin) & -tile_rows)
+        for first, last, height in ((begin, full_end, tile_rows), (full_end, end, 1)):
             with k.loop(first, last, height) as i:
                 update_tile(i, height, columns)
 
     step = TOGETHER * k.lanes
-    cut = cols - cols % step
-    grain = round_up(max(1, GRAIN // cols), tall)
+    full_columns = cols - cols % step
+    grain = round_up(max(1, GRAIN // cols), tile_rows)
     # NaN says that the gradient's norm is not finite: no work items.
     with k.parallel_range(k.select(clip_scale.equals(clip_scale), k.int(rows), 0), grain) as (begin, end):
-        if cut:
-            with k.loop(0, cut, step) as c:
+        if full_columns:
+            with k.loop(0, full_columns, step) as c:
                 update_strip(begin, end, [(c + j * k.lanes, None) for j in range(TOGETHER)])
-        for c, mask in k.columns(cols - cut):
-            update_strip(begin, end, [(cut + c, mask)])
+        for c, mask in k.columns(cols - full_columns):
+            update_strip(begin, end, [(full_columns + c, mask)])
 
 
 def keep_factor(k: KernelBuilder, q, total, clip, n) -> None:
-    """q (n) = total, unless the norm is not finite."""
+    """q (n) = total, the factor that the next step starts from (warm start), unless the norm is not finite."""
     ok = clip.get(1)
     with k.parallel_range(k.select(ok.equals(ok), n, 0), GRAIN) as (begin, end):
         foreach_vector(k, begin, end, lambda i, mask, j: q.store(total.load(i, mask), i, mask))
@@ -232,6 +233,7 @@ def keep_factor(k: KernelBuilder, q, total, clip, n) -> None:
 
 @lowering("feedback", floats="fp32", also={"own": "bf16", "total": "bf16"}, spans="own total")
 def lower_feedback(op: Op, c: Lowering) -> None:
+    """`tall`: op.p is the right factor (of the columns), else the left one."""
     rows, cols = (int(n) for n in op.grad.shape)
     left, right = (op.own, op.total), (op.p, op.p)
     if not op.attrs["tall"]:

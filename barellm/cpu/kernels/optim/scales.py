@@ -1,5 +1,5 @@
-"""Delayed scaling for low-precision formats: scales from a history of statistics. Shapes: history (entries), bias (2), scale (1),
-sums (4); x and y flat."""
+"""Delayed scaling for low-precision formats (FP8 and smaller): scales from a history of statistics. Shapes: history (entries), bias
+(2), scale (1), sums (4) = [sum, sum of |x|, sum of squares, max |x|]; x and y flat."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ DROPPED = 23 - FRACTION  # bits of an fp32 fraction
 
 
 def per_target_of(k: KernelBuilder, value: Value, per_target: bool) -> Value:
-    """A statistic as it is, or with `per_target` (of gradients) divided by inv_targets, so that batch sizes do not matter."""
+    """A statistic, with `per_target` (of gradients) divided by inv_targets, so that it does not depend on the batch size."""
     return value / k.to(k.scalar("inv_targets"), "float") if per_target else value
 
 
@@ -23,7 +23,8 @@ def per_target_of(k: KernelBuilder, value: Value, per_target: bool) -> Value:
     "entries": op.history.size, "per_number": float(np.float32(MARGIN / op.largest)), "first": float(op.first),
 })  # fmt: skip
 def delayed_scale(k: KernelBuilder, scale, history, *, entries, per_number, first) -> None:
-    """scale (1) = per_number * the maximum of the history; `first` while that is empty."""
+    """scale (1) = per_number * the maximum of the history, per_number = margin / the format's largest number, or `first` if it is
+    empty."""
     with k.parallel_for(1):
         top = k.float(0.0)
         for i in range(entries):
@@ -33,7 +34,7 @@ def delayed_scale(k: KernelBuilder, scale, history, *, entries, per_number, firs
 
 @kernel("remember", floats="fp32", constants=lambda op: {"entries": op.history.size, "per_target": op.per_target})
 def remember(k: KernelBuilder, history, sums, *, entries, per_target) -> None:
-    """history = [the newest maximum of |x|, the history but for its oldest entry]."""
+    """history = [the newest max |x|, the history without its oldest entry]."""
     with k.parallel_for(1):
         for i in reversed(range(1, entries)):
             history.put(history.get(i - 1), i)
@@ -44,9 +45,9 @@ def remember(k: KernelBuilder, history, sums, *, entries, per_target) -> None:
     "deviations": op.deviations, "per_target": op.per_target, **flat(op.x),
 })  # fmt: skip
 def float_bias(k: KernelBuilder, bias, sums, *, deviations, per_target, dims, width) -> None:
-    """bias (2) = [the exponent of the format's largest numbers, the number of calls so far]. The exponent is renewed at calls
-    FIRST, doubled up to LAST, and then every LAST calls, from `sums` (4) of x, [sum, sum of |x|, of squares, max |x|]: that of the
-    maximum plus ABOVE, or with `deviations` that of mean |x| plus DEVIATIONS standard deviations."""
+    """bias (2) = [the exponent of the format's largest numbers, the number of calls so far]. The exponent is updated at calls
+    FIRST, 2 FIRST, 4 FIRST ... LAST, and then every LAST calls, from `sums` of x: the exponent of max |x| plus ABOVE, or with
+    `deviations` of mean |x| plus DEVIATIONS standard deviations."""
     with k.parallel_for(1):
         count = k.to(bias.get(1), "i64")
         doubling = (count >= FIRST) & (count < LAST) & (count & (count - 1)).equals(0)  # powers of two
@@ -74,8 +75,8 @@ def power(k: KernelBuilder, exponent: Value) -> Value:
 def round_floating(k: KernelBuilder, y, x, bias, *, denormals, per_target, dims, width) -> None:
     """y = x (`per_target`: x / inv_targets) rounded to a float of FRACTION bits and EXPONENTS exponents up to bias[0], half away
     from zero, saturating at the largest number; smaller numbers are denormals, or 0 without `denormals`. Normal numbers are rounded
-    in their bits: half a unit is added, and the rest cut off. Of a multiple of the denormals' unit, which is small, the fraction is
-    compared with a half, for a sum with one could round."""
+    in their bits: half a unit is added, and the rest cut off. For a denormal the fraction of its (small) multiple of the unit is
+    compared with a half, because a sum with a half could round."""
     top_exponent = k.op("i32", f"fptosi {bias.get(0).typed} to i32")
     largest = k.splat(((top_exponent + 127) << 23) | ((1 << 23) - (1 << DROPPED)))  # fp32 bits
     least = k.splat((top_exponent + (127 - EXPONENTS + 1)) << 23)  # of the least normal number
@@ -84,17 +85,17 @@ def round_floating(k: KernelBuilder, y, x, bias, *, denormals, per_target, dims,
     divisor = k.splat(k.to(k.scalar("inv_targets"), "float")) if per_target else None
 
     def vector(i: Any, mask: Value | None) -> Value:
-        """The rounded numbers of the vector of x at element i."""
+        """The rounded vector of x at element i."""
         v = x.load(i, mask)
         bits = k.bitcast(v if divisor is None else v / divisor, k.ivec)
         magnitude = bits & 0x7FFFFFFF
         rounded = (magnitude + (1 << (DROPPED - 1))) & -(1 << DROPPED)
         if denormals:
             multiple = k.bitcast(k.min(magnitude, least), k.vec) * inverse_unit
-            whole = k.to(multiple, k.ivec)
-            rest = multiple - k.to(whole, k.vec)
-            small = k.bitcast(k.to(k.select(rest >= 0.5, whole + 1, whole), k.vec) * unit, k.ivec)
-            rounded = k.select(magnitude < least, small, rounded)
+            integer = k.to(multiple, k.ivec)
+            fraction = multiple - k.to(integer, k.vec)
+            denormal = k.bitcast(k.to(k.select(fraction >= 0.5, integer + 1, integer), k.vec) * unit, k.ivec)
+            rounded = k.select(magnitude < least, denormal, rounded)
         else:
             rounded = k.select(rounded < least, 0, rounded)
         rounded = k.select(magnitude > 0x7F800000, magnitude, k.min(rounded, largest))  # NaN stays

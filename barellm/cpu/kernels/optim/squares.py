@@ -11,13 +11,13 @@ from barellm.program.ops.gemm.block_squares import BLOCK
 
 
 class BlockSum:
-    """The sum of squares of one block whose rows come one after the other."""
+    """The sum of squares of one block of a matrix, whose rows are added one after the other."""
 
     def __init__(self, k: KernelBuilder) -> None:
         self.k, self.chains = k, new_accumulators(k, BLOCK // k.lanes)
 
     def add_row(self, values: list[Value]) -> None:
-        """Add a row: vectors, with zeros where the matrix has no columns."""
+        """Add a row of a block: vectors, with zeros beyond the matrix's columns."""
         for chain, x in zip(self.chains, values, strict=True):
             chain.value = self.k.fma(x, x, chain.value)
 
@@ -26,18 +26,19 @@ class BlockSum:
 
 
 def block_number(row: Value, col: Value, columns: Any) -> Value:
-    """The number of the block that begins at `row` and `col` of a matrix with so many columns."""
+    """The index of the block that begins at `row` and `col` of a matrix of `columns` columns."""
     return row // BLOCK * ((columns + (BLOCK - 1)) // BLOCK) + col // BLOCK
 
 
 def block_squares(k: KernelBuilder, partials, x, rows, columns) -> None:
-    """partials (ceil(rows / BLOCK), ceil(columns / BLOCK)) = sums of squares of blocks of x (rows, columns)."""
+    """partials (ceil(rows / BLOCK), ceil(columns / BLOCK)) = sums of squares of the blocks of x (rows, columns). A work item is a
+    row of blocks."""
     with k.parallel_for((rows + (BLOCK - 1)) // BLOCK) as band, k.loop(0, columns, BLOCK) as col:
         block, first = BlockSum(k), band * BLOCK
         masks = [k.mask_first(columns - col - v) for v in range(0, BLOCK, k.lanes)]
         with k.loop(first, k.min(first + BLOCK, rows)) as row:
-            at = row * columns + col
-            block.add_row([x.load(at + v * k.lanes, mask) for v, mask in enumerate(masks)])
+            offset = row * columns + col
+            block.add_row([x.load(offset + v * k.lanes, mask) for v, mask in enumerate(masks)])
         block.put(partials, block_number(first, col, columns))
 
 

@@ -1,13 +1,18 @@
 """Symmetric rank-k updates (SYRK): x x^T, x^T x, and a polynomial of a symmetric matrix, for Newton-Schulz steps. One triangle is
 computed and stored twice.
 
-Shapes: out (n, n); x (n, depth) where its rows are multiplied with each other, (depth, n) where its columns are; a (n, n).
+Shapes: out (n, n); x (n, depth) where its rows are multiplied with each other, (depth, n) where its columns are.
 
 A work item is a panel of NR columns of the result and a block of MC rows, of which only those on and below the diagonal are
-computed: for each KC block, the packed B panel stays in the L1 while the micro-kernel passes over the rows of A, which are read
-unpacked (x x^T) or packed in panels of their own (x^T x). The thread packs both next panels inside the micro-kernel. Sums stay in
-its scratch to the end of the depth; the epilogue stores squares of `lanes` x `lanes`, and their transposes. An element and its
-mirror are one accumulation chain, so the result is symmetric to the bit, and no bit depends on the blocking."""
+computed. For each KC block of the depth, the packed B panel stays in L1 while the micro-kernel passes over the rows of A, which are
+read unpacked (x x^T) or packed in panels of their own (x^T x). Sums stay in the thread's scratch to the end of the depth; the
+epilogue stores squares of `lanes` x `lanes`, and their transposes. An element and its mirror are one accumulation chain, so the
+result is symmetric to the bit, and no bit depends on the blocking.
+
+Packing overlaps with the multiply-adds (packing.PanelBuffers, two buffers each for A and B): acquire(id) returns panel `id`,
+packing it now if it isn't there yet; pack_next(id, exists, steps) names the panel that goes into the other buffer; the micro-kernel
+calls step() once in each of its `steps` iterations, which packs a share of it; commit() makes that buffer the next to be acquired.
+A panel's id is its first column (A) or panel index (B) times k_blocks, plus its KC block."""
 
 from dataclasses import replace
 from math import lcm
@@ -25,8 +30,9 @@ from barellm.cpu.lang.vector import transpose
 def symmetric_gemm(
     k: KernelBuilder, out, x, linear, square, *, n: int, depth: int, columns: bool, tile: Tile
 ) -> None:  # fmt: skip
-    """out (n, n) = x x^T of x (n, depth); with `columns` x^T x of x (depth, n). With `linear` and `square` (fp64 bits of numbers,
-    given at run time, for all Newton-Schulz steps share the code): linear x + square x x of a symmetric x (n, n)."""
+    """out (n, n) = x x^T of x (n, depth); with `columns`, x^T x of x (depth, n); with `linear` and `square`, the polynomial linear
+    x + square x x of a symmetric x (n, n), depth = n. The two factors are the bits of fp64 numbers, given at run time, so that all
+    Newton-Schulz steps share the code. `tile`: the micro-tile MR x NR."""
     polynomial = linear is not None
     vnni, lanes, nr = packing.uses_vnni(k.isa, x.dtype), k.lanes, tile.nr(k.isa)
     kc = default_kc(k.isa, depth, 2 if vnni else 4)
@@ -39,30 +45,31 @@ def symmetric_gemm(
     accumulators = scratch.bytes(2 * nbytes + 2 * a_nbytes).as_dtype("fp32")
 
     def kc_of(p: Value) -> Any:
-        """The depth of KC block p."""
+        """The depth of KC block p: the last one takes the remainder."""
         return k.select((p + 1).equals(k_blocks), k.int(depth - (k_blocks - 1) * kc), kc) if k_blocks > 1 else depth
 
-    def pack_b_panel(into: Pointer, number: Value) -> packing.PackTask:
-        """Packs the B panel of KC block number % k_blocks of panel number // k_blocks."""
-        col, p = number // k_blocks * nr, number % k_blocks
+    def pack_b_panel(into: Pointer, panel_id: Value) -> packing.PackTask:
+        """The steps that pack B panel `panel_id` (panel index * k_blocks + KC block) into `into`."""
+        col, p = panel_id // k_blocks * nr, panel_id % k_blocks
         if columns or polynomial:
             ragged = n if n % nr else None
             return packing.pack_b(k, into, x.at(p * (kc * n)), col, kc_of(p), stride=n, width=nr, cols=ragged)
         even = kc % 8 == 0 and depth % 8 == 0
         return packing.pack_b_transposed(k, into, x.at(p * kc), col, cols=n, stride=depth, depth=kc_of(p), even=even, nr=nr)
 
-    def pack_a(into: Pointer, number: Value) -> packing.PackTask:
-        """Packs the A panel: the same KC block of the `a_width` columns of x from number // k_blocks on."""
-        p = number % k_blocks
-        return packing.pack_b(k, into, x.at(p * (kc * n)), number // k_blocks, kc_of(p), stride=n, width=a_width, cols=n)
+    def pack_a(into: Pointer, panel_id: Value) -> packing.PackTask:
+        """The steps that pack A panel `panel_id` (first column of x * k_blocks + KC block) into `into`: `a_width` columns of x."""
+        p = panel_id % k_blocks
+        return packing.pack_b(k, into, x.at(p * (kc * n)), panel_id // k_blocks, kc_of(p), stride=n, width=a_width, cols=n)
 
     b_panels = packing.PanelBuffers(k, scratch, nbytes, pack_b_panel)
     a_panels = packing.PanelBuffers(k, scratch.bytes(2 * nbytes), a_nbytes, pack_a)
 
     def multiply(row: Value, base: Value, first: Value, panel: Pointer, p: Value, a_panel: Pointer | None) -> None:
-        """The micro-kernel of the tile at row `row`, over KC block p of B's `panel`, to or onto the accumulators of the rows from
-        `first` on; `a_panel`: rows of A packed from `base` on, None: A is read from x."""
-        # A packed panel pads an odd depth with zeros; unpacked, the odd element is the micro-kernel's `tail`.
+        """Run the micro-kernel on the tile of rows [row, row + MR) and KC block p of B's `panel`; p = 0 starts the sums, later
+        blocks continue them. `first`: the item's first row, which the accumulators begin with. `a_panel`: the packed rows of A from
+        `base` on; None: A is read from x."""
+        # Steps of the micro-kernel. A packed panel pads an odd depth with zeros; unpacked, the odd element is its `tail`.
         k_units = (kc_of(p) + 1) // 2 if vnni and a_panel is not None else kc_of(p) // 2 if vnni else kc_of(p)
         tail, is_last_k = None, None
         if a_panel is None:
@@ -70,11 +77,11 @@ def symmetric_gemm(
             load_a, tail = broadcast_a(k, x.at(p * kc), rows, vnni, depth=depth, stride=depth)
             is_last_k = (p + 1).equals(k_blocks) if k_blocks > 1 else None
         else:
-            at = a_panel.at(row - base)
+            a_row = a_panel.at(row - base)
 
             def load_a(r: int, u: Value) -> Value:
                 type_ = "i32" if vnni else "float"
-                return k.splat(k.op(type_, f"load {type_}, ptr {at.at(u * a_width + r).ref}, align 4"))
+                return k.splat(k.op(type_, f"load {type_}, ptr {a_row.at(u * a_width + r).ref}, align 4"))
 
         def pack_step(_: Value) -> None:
             b_panels.step()
@@ -91,9 +98,9 @@ def symmetric_gemm(
             dst.store(value, i * lanes)
 
     with k.parallel_for(panels * m_blocks) as item:
-        panel_index, block = item % panels, item // panels
+        panel_index, block = item % panels, item // panels  # of the NR columns and of the MC rows
         col = panel_index * nr
-        first, last = k.max(block * MC, col), k.min((block + 1) * MC, n)  # rows; those above the diagonal are mirrored
+        first, last = (k.max(block * MC, col), k.min((block + 1) * MC, n))  # rows; those above the diagonal are mirrored
         with k.when(first < last), k.loop(0, k_blocks) as p:
             panel = b_panels.acquire(panel_index * k_blocks + p)
             if overlap:
@@ -121,53 +128,53 @@ def symmetric_gemm(
 
 
 def _store(k: KernelBuilder, out, x, accumulators, n: int, first, last, col, nr: int, factors: tuple[Value, Value] | None) -> None:
-    """The epilogue: store rows [first, last) of the `nr` columns from `col` on, and their mirror, in squares of `lanes` x `lanes`.
-    `factors`: (linear, square) of the polynomial; None: the sums are the result."""
+    """Epilogue of a work item: store rows [first, last) of the `nr` columns from `col` on, and their transposes, in squares of
+    `lanes` x `lanes`. `factors`: vectors (linear, square) of the polynomial; None: the sums are the result."""
     lanes = k.lanes
 
-    def store_square(row: Value, at: Value, masked: bool) -> None:
-        """Store the square at row `row` and column `at`, and its transpose; `masked`: it may hang over."""
-        mask = k.mask_first(n - at) if masked else None
+    def store_square(row: Value, column: Value, masked: bool) -> None:
+        """Store the square at row `row` and column `column`, and its transpose. `masked`: it may reach beyond the edges."""
+        mask = k.mask_first(n - column) if masked else None
         values = []
         for r in range(lanes):
-            value = accumulators.load((row - first + r) * nr + (at - col))
+            value = accumulators.load((row - first + r) * nr + (column - col))
             if factors is not None:
                 linear, square = factors
-                value = k.fma(x.load(k.min(row + r, n - 1) * n + at, mask), linear, value * square)
+                value = k.fma(x.load(k.min(row + r, n - 1) * n + column, mask), linear, value * square)
             values.append(value)
         for r, value in enumerate(values):
-            store_vector(row + r, at, value, last if masked else None, n - at)
+            store_vector(row + r, column, value, last if masked else None, n - column)
         for r, value in enumerate(transpose(k, values)):
-            store_vector(at + r, row, value, k.int(n) if masked else None, last - row)
+            store_vector(column + r, row, value, k.int(n) if masked else None, last - row)
 
-    def store_vector(row: Value, at: Value, value: Value, end: Value | None, width: Value) -> None:
-        """Store a vector of a row; with an `end`, only if the row is before it, and its first `width` elements."""
+    def store_vector(row: Value, column: Value, value: Value, end: Value | None, width: Value) -> None:
+        """Store a vector of row `row` from `column` on; with an `end`, only if the row is before it, and only `width` elements."""
         if end is None:
-            out.store(value, row * n + at)
+            out.store(value, row * n + column)
             return
         with k.when(row < end):
-            out.store(value, row * n + at, k.mask_first(width))
+            out.store(value, row * n + column, k.mask_first(width))
 
-    with k.loop(first, last, lanes) as row, k.loop(col, k.min(col + nr, n), lanes) as at:
-        inside = (row + (lanes - 1) < last) & (at + (lanes - 1) < n)
+    with k.loop(first, last, lanes) as row, k.loop(col, k.min(col + nr, n), lanes) as column:
+        inside = (row + (lanes - 1) < last) & (column + (lanes - 1) < n)
         with k.when(inside):
-            store_square(row, at, False)
+            store_square(row, column, False)
         with k.otherwise(inside):
-            store_square(row, at, True)
+            store_square(row, column, True)
 
 
 def a_panel_width(isa: ISA, tile: Tile) -> int:
-    """Columns of x in a packed A panel: full tiles and full vectors."""
+    """Columns of x in a packed A panel: a multiple of MR (full tiles) and of the vector's lanes."""
     return lcm(tile.mr, isa.lanes)
 
 
 def tile_of(isa: ISA, dtype: str, n: int) -> Tile:
-    """The micro-tile in vector registers; AMX is not used."""
+    """The micro-tile MR x NR in vector registers; the tile registers of AMX are not used."""
     return default_tile(replace(isa, tiles=False), dtype, n)
 
 
 def thread_scratch_bytes(isa: ISA, dtype: str, depth: int, tile: Tile, *, columns: bool) -> int:
-    """Scratch bytes of a thread: two B panels, two A panels, the sums of a block; a last tile and a last square may exceed it."""
+    """Scratch bytes of a thread: two B panels, two A panels, and the sums of MC rows, plus a tile and a square."""
     kc = default_kc(isa, depth, 2 if packing.uses_vnni(isa, dtype) else 4)
     a_nbytes = packing.panel_bytes(isa, dtype, kc, a_panel_width(isa, tile)) if columns else 0
     rows = MC + tile.mr + isa.lanes
@@ -175,12 +182,13 @@ def thread_scratch_bytes(isa: ISA, dtype: str, depth: int, tile: Tile, *, column
 
 
 def _lower(op: Op, c: Lowering, out: Any, x: Any, *, depth: int, columns: bool = False, **factors: Any) -> None:
+    """Call symmetric_gemm once for each matrix of the op's bank; `factors`: linear and square of a polynomial, as bits."""
     n = int(out.shape[1])
     tile = tile_of(c.isa, x.dtype, n)
     c.thread_scratch(thread_scratch_bytes(c.isa, x.dtype, depth, tile, columns=columns))
     constants = {"n": n, "depth": depth, "columns": columns, "tile": tile}
-    for one in each_matrix(op, out=out, x=x):
-        operands = {**one, "linear": factors.get("linear"), "square": factors.get("square")}
+    for matrix in each_matrix(op, out=out, x=x):
+        operands = {**matrix, "linear": factors.get("linear"), "square": factors.get("square")}
         c.call(symmetric_gemm, operands, constants, writes="out")
 
 

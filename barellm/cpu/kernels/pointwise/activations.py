@@ -12,16 +12,16 @@ Function = Callable[[Builder, Value, str], Value]  # of fp32 lanes and the dtype
 
 @dataclass(frozen=True)
 class Emitter:
-    """An activation's value and slope. `long` ones need registers and time: a GEMM's epilogue runs them tile by tile from memory,
-    and slopes overlapped with the next tile."""
+    """Emits an activation's value and slope. `long`: many registers and instructions, so a GEMM's epilogue runs it tile by tile
+    from memory, and the slope overlapped with the next tile."""
 
     value: Function
     slope: Function
     long: bool = False
-    together: Callable[[Builder, Value, str], tuple[Value, Value]] | None = None  # value and slope for less than one by one
+    fused: Callable[[Builder, Value, str], tuple[Value, Value]] | None = None  # value and slope for less than one by one
 
     def both(self, k: Builder, x: Value, dtype: str) -> tuple[Value, Value]:
-        return self.together(k, x, dtype) if self.together else (self.value(k, x, dtype), self.slope(k, x, dtype))
+        return self.fused(k, x, dtype) if self.fused else (self.value(k, x, dtype), self.slope(k, x, dtype))
 
 
 def _relu2(k: Builder, x: Value, dtype: str) -> Value:

@@ -1,5 +1,5 @@
-"""Binarization (BNN): signs packed into 32-bit words, unpacked, and the straight-through estimator. Shapes: x, signs (..., K),
-words (..., W), with W = ceil(K / 32)."""
+"""Binarization (BNN): signs packed into 32-bit words, unpacked, and the straight-through estimator. Shapes: x, signs (rows, K),
+words (rows, W), with W = ceil(K / 32). (dims, inner): sizes whose product is the number of rows."""
 
 from typing import Any
 

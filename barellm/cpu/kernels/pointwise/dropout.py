@@ -12,7 +12,8 @@ from barellm.program.ops.pointwise.tausworthe import BLOCK
 
 
 def dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, mode: str) -> None:
-    """out = x * keep / (1 - rate); x (batch, seq, C). The bits come from (seed, step, sample, stream, position, column)."""
+    """out = x * keep / (1 - rate), stored or added (`mode`). The bits come from (seed, step, sample, stream, position, column), so
+    that they don't depend on threads or batch size."""
     seq, seed, step, sample = (k.scalar(name) for name in ("seq", "seed", "step", "sample"))
     with k.parallel_range(k.scalar("batch") * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         key = random.sample_key(k, seed, step, sample + row // seq, stream)
@@ -20,8 +21,8 @@ def dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, mode: str)
         dst, src = out.at(row * C), x.at(row * C)
 
         def pair(block: Any, columns: int, part: int, offset: int) -> None:
-            """Two vectors, HALF columns apart, that share a call of the generator: number `part` of a block of 2 HALF columns, of
-            which the row has the first `columns`."""
+            """Two vectors, HALF columns apart, that share a call of the generator: call number `part` of a block of 2 HALF columns,
+            of which the row has the first `columns`; `offset`: the first vector's column in the block."""
             for half, word in enumerate(random.words(k, key, position, block, part)):
                 left = columns - offset - half * HALF
                 if left <= 0:
@@ -41,8 +42,8 @@ def dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, mode: str)
 
 
 def tausworthe_dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, bits: str, mode: str) -> None:
-    """`dropout` with the draws of a Tausworthe generator, whose streams begin with each block of columns of each row; `bits`:
-    the generator's kind."""
+    """`dropout` with the draws of a Tausworthe generator, whose streams begin at each block of columns of a row; `bits`: the
+    generator's kind."""
     seq, seed, step, sample = (k.scalar(name) for name in ("seq", "seed", "step", "sample"))
     with k.parallel_range(k.scalar("batch") * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         key = random.sample_key(k, seed, step, sample + row // seq, stream)
@@ -50,14 +51,14 @@ def tausworthe_dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float,
         dst, src = out.at(row * C), x.at(row * C)
 
         def apply_draw(streams: Streams, c: Value, columns: int) -> None:
-            """The next draw of the HALF streams, for the `columns` columns from c on."""
+            """Apply the next draw of the HALF streams to the `columns` columns from c on."""
             for part, word in enumerate(streams.draw()):
                 left = columns - part * k.lanes
                 if left > 0:
                     mask = None if left >= k.lanes else k.mask_first(left)
-                    at = c + part * k.lanes
-                    y = src.load(at, mask) * random.keep(k, word, rate)
-                    dst.store(accumulate(k, dst, at, mask, y, mode), at, mask)
+                    column = c + part * k.lanes
+                    y = src.load(column, mask) * random.keep(k, word, rate)
+                    dst.store(accumulate(k, dst, column, mask, y, mode), column, mask)
 
         def block(number: Any, columns: int) -> None:
             streams = Streams(k, bits, key, position, number)

@@ -20,8 +20,8 @@ def add(k: KernelBuilder, y, a, b, *, dims, width, mode_y) -> None:
 
 
 def rescale(k: KernelBuilder, y, x, factor, *, dims, width, mode) -> None:
-    by = k.to(number(k, factor), "float")
-    loops.elementwise_map(k, k.num_elements(dims) * width, y, lambda i, mask: x.load(i, mask) * by, unroll=4, mode=mode)
+    multiplier = k.to(number(k, factor), "float")
+    loops.elementwise_map(k, k.num_elements(dims) * width, y, lambda i, mask: x.load(i, mask) * multiplier, unroll=4, mode=mode)
 
 
 @lowering("rescale", starts="y")
@@ -31,8 +31,8 @@ def lower_rescale(op: Op, c: Lowering) -> None:
 
 
 def columns_or_flat(op: Op) -> dict[str, Any]:
-    """Constants of a kernel whose result may be a view: then `columns` is (columns, row stride in elements, whether rows are whole
-    cache lines); else None, and the kernel sees flat elements."""
+    """Compile-time constants of a kernel whose result may be a view: `columns` = (columns, row stride in elements, whether rows
+    fill cache lines); None for a contiguous result, whose elements are flat."""
     y = op.y
     columns = None if y.base is y or isinstance(y, Span) else (int(y.shape[-1]), y.row_stride, loops.whole_cache_lines(op))
     return {"columns": columns, **loops.shape_of(y), **loops.flat(y)}
@@ -40,6 +40,7 @@ def columns_or_flat(op: Op) -> dict[str, Any]:
 
 @kernel("cast", constants=columns_or_flat, views="y", spans="x y")
 def cast(k: KernelBuilder, y, x, *, columns, inner, dims, width, mode_y) -> None:
+    """y = x, converted to the dtype of y, which may be a view (`columns_or_flat`)."""
     if columns is None:
         loops.elementwise_map(k, k.num_elements(dims) * width, y, x.load, unroll=4, mode=mode_y)
         return

@@ -1,5 +1,6 @@
-"""Sigmoid gates. Shapes: x (rows, k) and extra (rows, K - k), columns of wider rows; weight (N, K); z, dz (rows, N) fp32; base, y,
-dy, dx (rows, C), of which N divides C."""
+"""Sigmoid gates, of which each multiplies a group of columns. Shapes: x (rows, k) and extra (rows, K - k), columns of wider rows;
+weight (N, K); z, dz (rows, N) fp32, the gates' logits; base, y, dy, dx (rows, C), in N groups of D = C / N columns. `factor` (1): a
+learned number, or None. (dims, inner): sizes whose product is the number of rows; (batch, seq): the same as two axes."""
 
 from itertools import cycle
 from operator import add
@@ -16,15 +17,15 @@ from barellm.program.dtypes import PLANES
 
 
 def logits_constants(op: Op) -> dict[str, Any]:
-    """`strides`: from one row of x and of extra to the next; `widths`: their columns."""
+    """Compile-time constants. `strides`: elements from one row of x and of extra to the next; `widths`: their columns."""
     read = [op.x] if op.extra is None else [op.x, op.extra]
     widths, strides = tuple(int(t.shape[-1]) for t in read), tuple(t.row_stride for t in read)
     return {"N": int(op.weight.shape[0]), "widths": widths, "strides": strides, **loops.shape_of(op.x)}
 
 
 def gate_logits(k: KernelBuilder, z, x, extra, weight, *, N, widths, strides, dims, inner) -> None:
-    """z (rows, N) = [x, extra] @ weight^T: a dot product of K columns for each of N gates, `widths` columns of x and of extra. From
-    the second gate on the columns of a row are in L1."""
+    """z (rows, N) = [x, extra] @ weight^T: a dot product of K columns for each of N gates; `widths`: columns of x and of extra.
+    From the second gate on the columns of a row are in L1."""
     K = sum(widths)
     with k.parallel_range(k.num_elements(dims) * inner, loops.row_grain(N * K)) as (begin, end), k.loop(begin, end) as row:
         x_rows = [p.at(row * stride) for p, stride in zip((x, extra), strides, strict=False)]
@@ -65,12 +66,13 @@ def gate_logits_backward(
                 value, total, w = src.at(row * strides[i]).load(c, mask), k.var_vec(0.0), starts[i] + c
 
                 def add_gate(n: Any, v=v, value=value, total=total, w=w, mask=mask) -> None:
-                    by = k.splat(dz_row.get(n))
-                    total.value = k.fma(by, weight.load(n * K + w, mask), total.value)
+                    """Add gate n's part of dx, and of its row of dweight, for vector v of a row."""
+                    gate_dz = k.splat(dz_row.get(n))
+                    total.value = k.fma(gate_dz, weight.load(n * K + w, mask), total.value)
                     if in_registers:
-                        acc[n, v].value = k.fma(by, value, acc[n, v].value)
+                        acc[n, v].value = k.fma(gate_dz, value, acc[n, v].value)
                     else:
-                        dst.store(k.fma(by, value, dst.load(n * K + w, mask)), n * K + w, mask)
+                        dst.store(k.fma(gate_dz, value, dst.load(n * K + w, mask)), n * K + w, mask)
 
                 if in_registers:
                     for n in range(N):
@@ -86,7 +88,7 @@ def gate_logits_backward(
 
 @lowering("gate_logits_backward", starts="dx dextra dweight", also={"weight": PLANES}, views="x extra dx dextra")
 def lower_gate_logits_backward(op: Op, c: Lowering) -> None:
-    """The kernel with partial sums of dweight, and their sum in order."""
+    """Call the kernel with partial sums of dweight, then the sum of these in order."""
     results = [t for t in (op.dx, op.dextra) if t is not None]
     partials = lower_partials(c, op.x, op.weight.size)
     constants = logits_constants(op) | {
@@ -103,7 +105,7 @@ def lower_gate_logits_backward(op: Op, c: Lowering) -> None:
 
 
 def gated_constants(op: Op) -> dict[str, Any]:
-    """`strides`: from one row of an operand or result to the next, by its name."""
+    """Compile-time constants. `strides`: (name, elements from one row to the next) of each operand and result."""
     strides = tuple((name, t.row_stride) for name, t in (op.inputs | op.outputs).items() if len(t.shape) == 3)
     sizes = {
         "batch": size_constant(op.x.shape[0]),
@@ -119,42 +121,42 @@ def sigmoid(k: KernelBuilder, x: Value) -> Value:
 
 
 def gate_scale(k: KernelBuilder, factor: Pointer | None, scale: float, *, squash: bool) -> tuple[Value, Value | None]:
-    """What a gate is multiplied with (in all lanes), and its derivative by `factor` (1), a learned number: `scale`, times the
-    factor or with `squash` its sigmoid. No factor: (scale, None)."""
+    """(what a gate is multiplied by, its derivative by `factor`), in all lanes: `scale` times the factor, or with `squash` times
+    its sigmoid. Without a factor: (scale, None)."""
     if factor is None:
         return k.to(scale, k.vec), None
-    by = k.splat(factor.get(0))
+    factor_value = k.splat(factor.get(0))
     if not squash:
-        return by * scale, k.to(scale, k.vec)
-    s = sigmoid(k, by)
+        return factor_value * scale, k.to(scale, k.vec)
+    s = sigmoid(k, factor_value)
     return s * scale, s * (1.0 - s) * scale
 
 
 def gated(k: KernelBuilder, y, base, x, z, factor, *, batch, seq, C, N, strides, scale, squash, shift, mode_y) -> None:
-    """y = base + gate x of the position `shift` before (0 at a sequence's first `shift` positions), gate = gate_scale * sigmoid(z),
-    one for each of N groups of D = C / N columns; `base` None: 0. A row's gates are computed first, into this thread's scratch."""
+    """y = base + gate * x[t - shift] (x before the sequence's begin: 0), gate = gate_scale * sigmoid(z), one for each group of
+    columns; `base` None: 0. A row's gates are computed first, into this thread's scratch."""
     T, D, stride = runtime_size(k, seq), C // N, dict(strides)
     rows, gates = runtime_size(k, batch) * T, k.thread_scratch()
-    times, _ = gate_scale(k, factor, scale, squash=squash)
+    factor_scale, _ = gate_scale(k, factor, scale, squash=squash)
     nontemporal = (
         rows * (C * y.itemsize) > loops.STREAM_BYTES if mode_y == "store" and D % (loops.ROW_UNROLL * k.lanes) == 0 else None
     )
     with k.parallel_range(rows, loops.row_grain(C)) as (begin, end), k.loop(begin, end) as row:
-        loops.foreach_column(k, N, lambda c, mask, j: gates.store(times * sigmoid(k, z.at(row * N).load(c, mask)), c, mask))
+        loops.foreach_column(k, N, lambda c, mask, j: gates.store(factor_scale * sigmoid(k, z.at(row * N).load(c, mask)), c, mask))
         dst, base_row = y.at(row * C), None if base is None else base.at(row * stride["base"])
         source = x.at((row - shift) * stride["x"])
 
         def write_group(n: Value, *, has_source: bool) -> None:
-            """The columns of group n of this row; without a source (the first `shift` rows) they are those of base, or zero."""
+            """Write the columns of group n of this row; without a source (the first `shift` positions) y = base, or zero."""
             gate = k.splat(gates.get(n))
 
             def vector(c: Any, mask: Value | None) -> Value:
-                at = n * D + c
-                value = k.to(0.0, k.vec) if base_row is None else base_row.load(at, mask)
+                column = n * D + c
+                value = k.to(0.0, k.vec) if base_row is None else base_row.load(column, mask)
                 if has_source:
-                    gated_x = source.load(at, mask)
+                    gated_x = source.load(column, mask)
                     value = gated_x * gate if base_row is None else k.fma(gated_x, gate, value)
-                return loops.accumulate(k, dst, at, mask, value, mode_y)
+                return loops.accumulate(k, dst, column, mask, value, mode_y)
 
             loops.write_row(k, dst.at(n * D), D, vector, nontemporal=nontemporal)
 
@@ -186,14 +188,14 @@ def gates_of(op: Op, c: Lowering) -> int:
 def gated_backward(
     k: KernelBuilder, partials, dx, dz, dy, x, z, factor, *, batch, seq, C, N, strides, scale, squash, shift, modes
 ) -> None:
-    """dx = gate dy, shifted back; dz = gate_scale s (1 - s) dot, s = sigmoid(z) and dot = sum(dy x) over a group's columns;
+    """dx[t - shift] = gate dy[t]; dz = gate_scale s (1 - s) dot, s = sigmoid(z) and dot = sum(dy x) over a group's columns;
     partials (chunks) = sums of s dot, for the factor's gradient. dy is read once: dx of a group of columns and its dot product in
     one pass. `modes`: of dx and dz."""
     T, D, stride = runtime_size(k, seq), C // N, dict(strides)
     rows, padded = runtime_size(k, batch) * T, -(-N // k.lanes) * k.lanes
-    gates = k.thread_scratch()
+    gates = k.thread_scratch()  # sigmoids of a row's gates, then `dots`, padded to vectors
     dots = gates.at(padded)
-    times, derivative = gate_scale(k, factor, scale, squash=squash)
+    factor_scale, derivative = gate_scale(k, factor, scale, squash=squash)
     to_caches = modes[0] != "store" or D % (loops.ROW_UNROLL * k.lanes) != 0 or stride["dx"] != C
     nontemporal = None if to_caches else rows * (C * dx.itemsize) > loops.STREAM_BYTES
     with chunks_of_rows(k, partials, rows, 1, 1) as (dst, begin, end):
@@ -206,25 +208,25 @@ def gated_backward(
                 dz_row.store(loops.accumulate(k, dz_row, c, mask, k.to(value, k.vec), modes[1]), c, mask)
 
             def group(n: Value, dy_row=dy_row, src=src, dst_row=dst_row) -> None:
-                """dx of the columns of gate n, and dots[n]."""
-                gate, sums = k.splat(gates.get(n)) * times, loops.new_accumulators(k, loops.ROW_UNROLL)
+                """Write dx of the columns of gate n, and dots[n]."""
+                gate, sums = k.splat(gates.get(n)) * factor_scale, loops.new_accumulators(k, loops.ROW_UNROLL)
                 chains = cycle(range(loops.ROW_UNROLL))  # consecutive vectors go to different accumulators
 
                 def vector(c: Any, mask: Value | None) -> Value:
-                    at, chain = n * D + c, sums[next(chains)]
-                    d = dy_row.load(at, mask)
-                    chain.value = k.fma(d, src.load(at, mask), chain.value)
-                    return loops.accumulate(k, dst_row, at, mask, d * gate, modes[0])
+                    column, chain = n * D + c, sums[next(chains)]
+                    d = dy_row.load(column, mask)
+                    chain.value = k.fma(d, src.load(column, mask), chain.value)
+                    return loops.accumulate(k, dst_row, column, mask, d * gate, modes[0])
 
                 loops.write_row(k, dst_row.at(n * D), D, vector, nontemporal=nontemporal)
                 dots.put(k.sum(loops.tree_reduce(sums, add)), n)
 
             def gate_gradient(c: Any, mask: Value | None, j: int) -> None:
-                """dz of the gates from c on, and their part of the factor's gradient."""
+                """Write dz of the gates from c on, and add up their part of the factor's gradient."""
                 s, dot = gates.load(c, mask), dots.load(c, mask)
                 if factor is not None:
                     total.value = k.fma(s, dot, total.value)
-                store_dz(c, mask, times * (s * (1.0 - s)) * dot)
+                store_dz(c, mask, factor_scale * (s * (1.0 - s)) * dot)
 
             def gated_row(logits=logits) -> None:
                 loops.foreach_column(k, N, lambda c, mask, j: gates.store(sigmoid(k, logits.load(c, mask)), c, mask))

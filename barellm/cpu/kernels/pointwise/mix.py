@@ -1,6 +1,6 @@
 """Linear combinations of tensors (residual mixing), and their gradients. Shapes: terms x0..x3, y, dy, dx0..dx3 of equal shapes;
-coefficients k0..k3 and their gradients (1), often elements of a vector. A coefficient is a constant of the code (`numbers`), or
-None where it is the tensor."""
+coefficients k0..k3 and their gradients (1), often elements of a vector. `numbers` has each coefficient as a compile-time constant,
+or None where it is learned: then its tensor is read."""
 
 from operator import add
 from typing import Any
@@ -16,7 +16,7 @@ DX, DK = (" ".join(f"d{name}" for name in names) for names in (TERMS, COEFFICIEN
 
 
 def coefficient(k: KernelBuilder, number: float | None, tensor: Pointer | None) -> Any:
-    """A number, or all lanes of the tensor's element; None where it is 1."""
+    """A coefficient as a constant, or its tensor's element in all lanes; None for 1."""
     if tensor is not None:
         return k.splat(tensor.get(0))
     return None if number == 1.0 else number
@@ -30,13 +30,13 @@ def prefetch_streams(k: KernelBuilder, i: Any, streams: list[Pointer]) -> None:
 
 @kernel("mix", constants=lambda op: {"numbers": op.numbers, **loops.flat(op.y)}, views=" ".join(COEFFICIENTS))
 def mix(k: KernelBuilder, y, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, dims, width, mode_y) -> None:
-    """y = the sum of k_i x_i over as many terms as there are `numbers`."""
+    """y = the sum of k_i x_i over len(numbers) terms, stored or added (mode_y)."""
     factors = [coefficient(k, number, p) for number, p in zip(numbers, (k0, k1, k2, k3), strict=False)]
-    (first, by), *others = zip((x0, x1, x2, x3), factors, strict=False)
+    (first, first_factor), *others = zip((x0, x1, x2, x3), factors, strict=False)
 
     def vector(i: Any, mask: Value | None) -> Value:
         total = first.load(i, mask)
-        total = total if by is None else total * by
+        total = total if first_factor is None else total * first_factor
         prefetch_streams(k, i, [first, *(x for x, _ in others)])
         for x, factor in others:
             value = x.load(i, mask)
@@ -49,8 +49,8 @@ def mix(k: KernelBuilder, y, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, dims, w
 def mix_backward(
     k: KernelBuilder, partials, dx0, dx1, dx2, dx3, dy, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, modes, C, dims, inner,
 ) -> None:  # fmt: skip
-    """dx_i = k_i dy, and partials (chunks, learned coefficients) = sum(dy x_i) over the rows of each chunk, in one pass, in which
-    dy is read once. `modes`: of dx0...; a dx that nobody wants is None."""
+    """dx_i = k_i dy, and partials (chunks, learned coefficients) = sum(dy x_i) over the rows of each chunk, in one pass that reads
+    dy once. `modes`: of dx0...; a dx that is not computed is None."""
     n = len(numbers)
     learned = [i for i in range(n) if numbers[i] is None]
     xs = (x0, x1, x2, x3)
@@ -71,12 +71,12 @@ def mix_backward(
             return [loops.accumulate(k, dx, i, mask, d if factor is None else d * factor, mode) for dx, factor, mode in results]
 
         begin, end = first * C, last * C
-        whole = begin + ((end - begin) & -step)
-        with k.loop(begin, whole, step) as i:
+        full_end = begin + ((end - begin) & -step)
+        with k.loop(begin, full_end, step) as i:
             groups = [gradients(i + j * k.lanes, None, j) for j in range(CHAINS)]
-            for (dx, _, _), values, past_caches in zip(results, zip(*groups, strict=True), nontemporal, strict=True):
-                loops.store_all(k, dx, list(values), i, past_caches)
-        with k.loop(whole, end, k.lanes) as i:
+            for (dx, _, _), values, bypass in zip(results, zip(*groups, strict=True), nontemporal, strict=True):
+                loops.store_all(k, dx, list(values), i, bypass)
+        with k.loop(full_end, end, k.lanes) as i:
             mask = k.mask_first(end - i)
             for (dx, _, _), value in zip(results, gradients(i, mask, 0), strict=True):
                 dx.store(value, i, mask)
@@ -86,6 +86,7 @@ def mix_backward(
 
 @lowering("mix_backward", starts=f"{DX} {DK}", views=f"{DK} {' '.join(COEFFICIENTS)}")
 def lower_mix_backward(op: Op, c: Lowering) -> None:
+    """The kernel with partial sums of the learned coefficients' gradients, then the sums of these."""
     numbers = op.numbers
     learned = [i for i, number in enumerate(numbers) if number is None]
     named = op.inputs | op.outputs

@@ -1,5 +1,6 @@
 """SwiGLU, gated activations of other kinds, and their gradients. Shapes: gate, up, y, dy, dgate, dup (rows, F). Rows have any
-stride: gate and up are often the two halves of one fused GEMM, and their gradients those of its gradient."""
+stride: gate and up are often the two halves of one fused GEMM, and their gradients those of its gradient. `name`: the activation;
+`strides`: (operand, row stride in elements); `lines`: whether the results' rows fill cache lines; (dims, inner): sizes of rows."""
 
 from typing import Any
 
@@ -10,8 +11,7 @@ from barellm.program.ops.pointwise.swiglu import GATED
 
 
 def constants_of(op: Op) -> dict[str, Any]:
-    """Constants of these kernels: F columns; `strides`: (name, row stride in elements) of each operand; `lines`: whether the rows
-    of all results are whole cache lines."""
+    """Compile-time constants of these kernels, from an op."""
     tensors = op.outputs | op.inputs
     strides = tuple((name, t.row_stride) for name, t in tensors.items())
     name = op.definition.name
@@ -32,7 +32,7 @@ def swiglu(k: KernelBuilder, y, gate, up, *, name, F, strides, lines, dims, inne
 def swiglu_backward(
     k: KernelBuilder, dgate, dup, dy, gate, up, *, name, F, strides, lines, dims, inner, mode_dgate, mode_dup
 ) -> None:
-    """dgate = dy up act'(gate), dup = dy act(gate)."""
+    """dgate = dy up act'(gate) and dup = dy act(gate), each stored or added (mode_dgate, mode_dup)."""
     stride, both = dict(strides), EMITTERS[name].both
 
     def vectors(row: Value) -> Vectors:
@@ -40,8 +40,8 @@ def swiglu_backward(
 
         def gradients(c: Any, mask: Value | None) -> list[Value]:
             value, slope = both(k, g.load(c, mask), dgate.dtype)
-            by = d.load(c, mask)
-            return [by * u.load(c, mask) * slope, by * value]
+            dy_vector = d.load(c, mask)
+            return [dy_vector * u.load(c, mask) * slope, dy_vector * value]
 
         return gradients
 

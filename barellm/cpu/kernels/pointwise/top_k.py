@@ -1,6 +1,7 @@
-"""The largest elements of rows. Shapes: x, dx (rows, C); values, dvalues, indices (rows, K).
+"""The largest elements of rows. Shapes: x, dx (rows, C); values, dvalues, indices (rows, K). (dims, inner): sizes whose product is
+rows.
 
-Radix select. A float's bits, with those below the sign flipped where it is negative, are integers in the same order: keys. The K-th
+Radix select. A float's bits, with those below the sign flipped if it is negative, are integers in the same order: keys. The K-th
 largest key is found bit by bit: 32 passes over the row count the keys that are not below a guess. So the time does not depend on
 the values. A thread keeps the keys of its row in scratch."""
 
@@ -15,14 +16,14 @@ LOWEST = -(1 << 31)  # below every key: of lanes that are no elements
 
 
 def key_of(k: KernelBuilder, x: Value) -> Value:
-    """The key of each lane; zeros of both signs have one, and NaN has that of infinity."""
+    """The key of each lane; both zeros have the same, and NaN has that of infinity."""
     bits = k.bitcast(x + 0.0, k.ivec)
     sign = k.op(k.ivec, f"ashr {bits.typed}, {k.const(31, k.ivec).ref}")
     return k.select(x.equals(x), bits ^ (sign & 0x7FFFFFFF), INFINITY)
 
 
 def count(k: KernelBuilder, keys: Pointer, C: int, least: Value) -> Value:
-    """How many of the C keys of a row (i64) are `least` or greater."""
+    """How many of the C keys of a row are >= `least` (i64)."""
     sums = [k.var(k.to(0, k.ivec)) for _ in range(CHAINS)]
     bound = k.splat(least)
 
@@ -35,7 +36,7 @@ def count(k: KernelBuilder, keys: Pointer, C: int, least: Value) -> Value:
 
 
 def threshold(k: KernelBuilder, keys: Pointer, C: int, K: int) -> Value:
-    """The K-th largest key (i64): the largest number that at least K keys reach."""
+    """The K-th largest key (i64): the largest number that at least K keys reach, found from the highest bit to the lowest."""
     largest = k.var(k.int(LOWEST))
     with k.when(count(k, keys, C, k.int(0)) >= K):  # the sign bit first: K keys are not negative
         largest.value = k.int(0)
@@ -49,15 +50,15 @@ def threshold(k: KernelBuilder, keys: Pointer, C: int, K: int) -> Value:
 def collect(k: KernelBuilder, keys: Pointer, selected: Pointer, columns: Pointer, C: int, K: int, least: Value) -> None:
     """selected (K) = the keys of a row above `least`, and as many equal to it as make K; columns (K) = their columns, ascending."""
     ties = k.var(K - count(k, keys, C, least + 1))  # how many equal ones there is room for
-    at = k.var(k.int(0))
+    size = k.var(k.int(0))
 
     def append(c: Value) -> None:
         key = keys.get(c)
         tie = key.equals(least) & (ties.value > 0)
         with k.when((key > least) | tie):
-            selected.put(key, at.value)
-            columns.put(c, at.value)
-            at.value = at.value + 1
+            selected.put(key, size.value)
+            columns.put(c, size.value)
+            size.value = size.value + 1
             ties.value = ties.value - k.to(tie, "i64")
 
     bound = k.splat(least)
@@ -71,7 +72,7 @@ def collect(k: KernelBuilder, keys: Pointer, selected: Pointer, columns: Pointer
 
 
 def rank_of(k: KernelBuilder, selected: Pointer, K: int, i: Value) -> Value:
-    """The rank (i64, 0 the largest) of element i of the K selected keys: how many are larger, or equal and of a lower column."""
+    """The rank (i64, 0 is the largest) of element i of the K selected keys: how many are larger, or equal with a lower column."""
     key, rank = selected.get(i), Var(k, k.to(0, k.ivec))
     key_lanes = k.splat(key)
     limit = k.splat(i)
@@ -79,16 +80,16 @@ def rank_of(k: KernelBuilder, selected: Pointer, K: int, i: Value) -> Value:
     def body(c, mask, _):
         other = selected.load(c, mask)
         lower_column = (k.iota() + k.splat(k.int(c))) < limit  # they are in the order of their columns
-        before = (other > key_lanes) | (other.equals(key_lanes) & lower_column)
-        rank.value = rank.value + k.select(before if mask is None else before & mask, k.to(1, k.ivec), 0)
+        precedes = (other > key_lanes) | (other.equals(key_lanes) & lower_column)
+        rank.value = rank.value + k.select(precedes if mask is None else precedes & mask, k.to(1, k.ivec), 0)
 
     foreach_column(k, K, body, unroll=1)
     return k.to(k.sum(rank.value), "i64")
 
 
 def top_k(k: KernelBuilder, values, indices, x, *, C, K, dims, inner) -> None:
-    """values (rows, K) = the K largest elements of each row of x (rows, C), falling; indices = their columns. Of equal elements the
-    one of the lower column comes first."""
+    """values (rows, K) = the K largest elements of each row of x, descending; indices = their columns. Of equal elements the one
+    with the lower column comes first."""
     keys = k.thread_scratch("i32")
     selected, columns = keys.at(padded(C)), keys.at(padded(C) + padded(K))
     with k.parallel_for(k.num_elements(dims) * inner) as row:
@@ -102,7 +103,7 @@ def top_k(k: KernelBuilder, values, indices, x, *, C, K, dims, inner) -> None:
 
 
 def padded(n: int) -> int:
-    """A whole number of cache lines of i32."""
+    """n rounded up to cache lines of i32."""
     return -(-n // 16) * 16
 
 
@@ -119,13 +120,13 @@ def constants_of(op: Op) -> dict[str, int]:
 
 @kernel("top_k_dx", constants=constants_of, also={"indices": "i32"})
 def top_k_dx(k: KernelBuilder, dx, dvalues, indices, *, C, K, dims, inner, mode_dx) -> None:
-    """dx (rows, C) = dvalues (rows, K) at the columns `indices`, zero elsewhere."""
-    keep = k.keep(mode_dx)
+    """dx (rows, C) = dvalues (rows, K) at the columns `indices`, zero elsewhere; stored or added (mode_dx)."""
+    adds = k.keep(mode_dx)
     with k.parallel_for(k.num_elements(dims) * inner) as row:
         dst, src, index_row = dx.at(row * C), dvalues.at(row * K), indices.at(row * K)
 
-        with nullcontext() if keep is None else k.otherwise(keep):
+        with nullcontext() if adds is None else k.otherwise(adds):
             foreach_column(k, C, lambda c, mask, j: dst.store(0.0, c, mask))
         with k.loop(0, K) as i:
-            at, new = index_row.get(i), src.get(i)
-            dst.put(new if keep is None else new + dst.get(at), at)
+            column, new = index_row.get(i), src.get(i)
+            dst.put(new if adds is None else new + dst.get(column), column)

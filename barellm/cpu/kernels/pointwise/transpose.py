@@ -1,5 +1,5 @@
-"""Matrix transpose. Shapes: x (rows, columns), y (columns, rows). The sizes are constants of the code, so that the places of a
-square's rows are parts of instructions: to compute them took as long as the memory does.
+"""Matrix transpose. Shapes: x (rows, columns), y (columns, rows). The sizes are compile-time constants, so that the offsets of a
+square's rows are parts of instructions: to compute them took as long as memory.
 
 Squares of lanes x lanes are transposed in registers. A strip of squares reads as many rows of x from left to right; a tile is
 STRIPS strips below each other, which write adjacent parts of the rows of y."""
@@ -25,7 +25,7 @@ Square = Callable[[Value, Value], None]
 
 
 class Squares:
-    """Transposes the square of 32-bit lanes whose first element is x[r, c]."""
+    """Transposes the square of 32-bit lanes whose first element is x[r, c], by the functions `load` and `store`."""
 
     def __init__(self, k: KernelBuilder, rows: int, columns: int, load: Load, store: Store) -> None:
         self.k, self.rows, self.columns, self.load, self.store = k, rows, columns, load, store
@@ -38,22 +38,21 @@ class Squares:
             self.store(v, dst, i * self.rows, None)
 
     def edge(self, r: Value, c: Value) -> None:
-        """A partial square at an edge."""
+        """A partial square at an edge: rows beyond the last are read from it, and not stored."""
         k, dst = self.k, c * self.rows + r
-        of_x, of_y = k.mask_first(self.columns - c), k.mask_first(self.rows - r)
-        places = [k.min(r + i, self.rows - 1) * self.columns + c for i in range(k.lanes)]
-        for i, v in enumerate(transpose(k, [self.load(src, 0, of_x) for src in places])):
+        x_mask, y_mask = k.mask_first(self.columns - c), k.mask_first(self.rows - r)
+        row_offsets = [k.min(r + i, self.rows - 1) * self.columns + c for i in range(k.lanes)]
+        for i, v in enumerate(transpose(k, [self.load(src, 0, x_mask) for src in row_offsets])):
             with k.when(c + i < self.columns):
-                self.store(v, dst, i * self.rows, of_y)
+                self.store(v, dst, i * self.rows, y_mask)
 
 
 def transpose_tiles(
-    k: KernelBuilder, y: Pointer, x: Pointer, rows: int, columns: int, *, side: int, inner: Square, edge: Square,
-    adds: bool,
+    k: KernelBuilder, y: Pointer, x: Pointer, rows: int, columns: int, *, side: int, inner: Square, edge: Square, adds: bool,
 ) -> None:  # fmt: skip
     """Transpose tiles of x in parallel, by squares of `side` elements: inner(r, c) for a full square at x[r, c], edge(r, c) for a
-    partial one. Software prefetches, for no hardware prefetcher follows so many rows: of long rows what is to their right, else
-    what the square below reads; where it `adds` (y is read too), also what squares to the right will read of y. Long rows go two
+    partial one. Software prefetches, because no hardware prefetcher follows so many rows: for long rows what is to their right,
+    else what the square below reads; with `adds` (y is read too) also what squares to the right will read of y. Long rows take two
     squares at a time: rows of y are then short, and parts of two cache lines are written together."""
     long = columns > rows
     strip, next_read = (2 * side, PREFETCH_LINES * loops.LINE // x.itemsize) if long else (side, side * columns)
@@ -69,15 +68,15 @@ def transpose_tiles(
                 k.prefetch(next_x.at(i * columns), near=False)
                 if adds:
                     k.prefetch(next_y.at(i * rows), write=True, near=False)
-            whole = (r + side <= rows) & (c + side <= columns)
-            with k.when(whole):
+            is_full = (r + side <= rows) & (c + side <= columns)
+            with k.when(is_full):
                 inner(r, c)
-            with k.otherwise(whole):
+            with k.otherwise(is_full):
                 edge(r, c)
 
 
 def transpose_plane(k: KernelBuilder, y, x, *, rows, columns) -> None:
-    """y = x^T of elements of 16 or 32 bits, every bit as it is. Results that leave the caches are stored non-temporally."""
+    """y = x^T of elements of 16 or 32 bits, whatever they encode. Results that exceed the caches are stored non-temporally."""
     halves, side = y.itemsize == 2, k.lanes * 4 // y.itemsize
     nontemporal = rows * y.itemsize % loops.LINE == 0 and rows * columns * y.itemsize > loops.STREAM_BYTES
 
@@ -96,8 +95,8 @@ def transpose_plane(k: KernelBuilder, y, x, *, rows, columns) -> None:
         k.line(f"store {v.typed}, ptr {y.at(dst).at(further).ref}, {attributes}")
 
     def transpose_pairs(r: Value, c: Value) -> None:
-        """A full square of 16-bit elements. A lane of a row holds two columns; of two rows, the lanes are recombined so that each
-        holds one column of both. Then squares of lanes are transposed, of the even columns and of the odd ones."""
+        """A full square of 16-bit elements. A 32-bit lane of a row holds two columns; the lanes of two rows are recombined so that
+        each holds one column of both rows. Then squares of lanes are transposed, of the even columns and of the odd ones."""
         src, dst = x.at(r * columns + c), c * rows + r
         lines = [k.op(k.ivec, f"load {k.ivec}, ptr {src.at(i * columns).ref}, align 2") for i in range(side)]
         both = list(zip(lines[::2], lines[1::2], strict=True))
@@ -119,14 +118,14 @@ def transpose_plane(k: KernelBuilder, y, x, *, rows, columns) -> None:
 
 
 def transpose_add(k: KernelBuilder, y, y_lo, x, x_lo, *, rows, columns) -> None:
-    """y += x^T in fp32, whatever the storage (`_lo`: low planes)."""
+    """y += x^T in fp32, for any storage format (`_lo`: low planes)."""
     src, dst = storage.Weight(k, x, x_lo), storage.Weight(k, y, y_lo)
 
-    def load(at: Any, further: int, mask: Value | None) -> Value:
-        return src.load(at + further, mask)
+    def load(offset: Any, further: int, mask: Value | None) -> Value:
+        return src.load(offset + further, mask)
 
-    def store(v: Value, at: Any, further: int, mask: Value | None) -> None:
-        dst.store(dst.load(at + further, mask) + v, at + further, mask)
+    def store(v: Value, offset: Any, further: int, mask: Value | None) -> None:
+        dst.store(dst.load(offset + further, mask) + v, offset + further, mask)
 
     squares = Squares(k, rows, columns, load, store)
     transpose_tiles(k, y, x, rows, columns, side=k.lanes, inner=squares.inner, edge=squares.edge, adds=True)
@@ -134,6 +133,7 @@ def transpose_add(k: KernelBuilder, y, y_lo, x, x_lo, *, rows, columns) -> None:
 
 @lowering("transpose", adds="y", also=dict.fromkeys("xy", "bf16_i16 fp16_fp32 bf16_u16 e6m9 ue6m10"))
 def lower_transpose(op: Op, c: Lowering) -> None:
+    """To add, convert to fp32; else transpose the bits of each plane."""
     rows, columns = (int(n) for n in op.x.shape)
     sizes = {"rows": rows, "columns": columns}
     if op.modes["y"] == "add":

@@ -3,16 +3,16 @@ is in memory, no block above the diagonal of a causal mask is visited. Also what
 with it.
 
 Shapes: q, out (B, T, H * D), k, v (B, T, G * D), lse (B, H, T) fp32; the head size D is padded to DP, a power of two. Grouped-query
-attention: GROUP_SIZE = H / G query heads that follow one another share a KV head. q, k and v are read where they lie, with row
-strides of their own: three tensors, or columns of one.
+attention: GROUP_SIZE = H / G adjacent query heads share a KV head. q, k and v are read in place, with row strides of their own:
+three tensors, or columns of one.
 
 Sliding windows and document masks (attention_mask.py) skip blocks of keys that none of a program's queries sees. Paired heads
 (modded-nanogpt) are one sequence of twice the length, FOLD = 2 positions for each token: T, H and C are those of that one.
 
-Tuples of constants that the kernels of attention take (None or -1: not there):
+Tuples of constants that the kernels of attention take (None or -1: absent):
 
     HEADS    H, GROUP_SIZE, D, DP                 STRIDES  elements from a row to the next, of q, k, v
-    DROPOUT  threshold of a random word, 1 / (1 - rate)        OFFSETS  of k and v behind q, if they are in one tensor
+    DROPOUT  threshold of a random word, 1 / (1 - rate)        OFFSETS  from q's columns to k's and v's, if all are in one tensor
     SCALES   softmax scale times log2(e), so that a probability is one fma and one exp2; index of a run-time scale's scalar
     MASKING  causal, local (windows or documents), index of the run-time window's scalar, FOLD
 
@@ -21,7 +21,7 @@ random stream, `key` its Threefry key; m0, n0: first query and key of a block, B
 
 Protocol of a program: a block of BM queries stays in registers (in shared memory where tensor cores want it there), as do its
 accumulators (BM, DP) and the running maximum and sum of each row. Blocks of BN keys and values are loaded by all warps with
-cp.async, `num_stages` in flight; Triton places the waits and the block's two barriers for each.
+cp.async, `num_stages` in flight; Triton places the waits and two barriers for each block.
 
 Over the P = T (T + 1) / 2 pairs of a head, or T^2, it does 4 P D operations. It moves q, k, v, out and lse once, and keys and
 values T / BM times from L2."""
@@ -59,7 +59,7 @@ LN_2, LOG2_E = constant(1 / log2(e)), constant(log2(e))
 
 @device
 def dropout_mask(key, head, m0, n0, H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, THRESHOLD: tl.constexpr):
-    """Which of the probabilities (BM, BN) from (m0, n0) on dropout keeps. Rows of the random stream are (query, head), columns
+    """The mask (BM, BN), from query m0 and key n0 on, of what dropout keeps. Rows of the random stream are (query, head), columns
     keys."""
     k0, k1 = key
     row = (m0 + tl.arange(0, BM)) * H + head
@@ -78,9 +78,9 @@ def attend_keys(
     MASK: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr, PAIR_STRIDE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of queries q (BM, DP) over the keys [begin, end): updates acc (BM, DP), row_sum and row_max (BM) fp32, the
-    maximum in units of log2(e). k_rows, v_rows: pointers to the head's keys and values. `first_key` (BM,): the first visible key of
-    each query under a local mask, else None."""
+    """Online softmax of queries q (BM, DP) over the keys [begin, end): returns the updated acc (BM, DP), row_sum (BM) and row_max
+    (BM) fp32, the maximum in units of log2(e). k_rows, v_rows: pointers to the head's keys and values. `first_key` (BM,): the first
+    visible key of each query under a local mask, else None."""
     H: tl.constexpr = HEADS[0]
     D: tl.constexpr = HEADS[2]
     DP: tl.constexpr = HEADS[3]
@@ -108,10 +108,9 @@ def attention_forward(
     SCALES: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr, OFFSETS: tl.constexpr,
     MASKING: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A program is a block of BM queries of one head; the last block has the most keys and starts first. Causal: keys before the
-    block's first query need no mask, so there are two loops. Where all keys are seen there is one loop, whose every block is masked
-    for keys beyond the last: with a second loop for the rest, ptxas waits for each matmul of the first. Grid: blocks of queries,
-    heads of all sequences."""
+    """out and lse of a block of BM queries of one head; the last block, which has the most keys, starts first. Causal: keys before
+    the block's first query need no mask, so there are two loops. Full: one loop, which masks every block for keys beyond the last,
+    because with a second loop ptxas waits for each matmul of the first. Grid: blocks of queries, heads of all sequences."""
     H: tl.constexpr = HEADS[0]
     GROUP_SIZE: tl.constexpr = HEADS[1]
     D: tl.constexpr = HEADS[2]
@@ -167,7 +166,7 @@ def head_sizes(op: Any) -> tuple[int, int, int]:
 
 
 def constants_of(op: Any) -> dict[str, Any]:
-    """The tuples of constants of an attention op."""
+    """The tuples of constants of an attention op: HEADS, STRIDES, OFFSETS, SCALES, MASKING, DROPOUT."""
     H, D, DP = head_sizes(op)
     return {
         "HEADS": (H, op.heads // op.kv_heads, D, DP), "STRIDES": tuple(x.row_stride for x in (op.q, op.k, op.v)),
@@ -177,24 +176,24 @@ def constants_of(op: Any) -> dict[str, Any]:
 
 
 def offset_from_q(q: Tensor, x: Tensor) -> int | None:
-    """How many elements behind q's columns those of k or v begin, if they are of one tensor. Then one pointer serves all three, and
-    their addresses share registers, of which wide heads have none to spare."""
+    """Elements from q's columns to those of k or v (`x`) if they are in one tensor, else None. Then one pointer serves all three,
+    and their addresses share registers, of which wide heads have none to spare."""
     return x.first_column - q.first_column if x.base is q.base and x.first_column >= q.first_column else None
 
 
 def operands_of(op: Any) -> dict[str, Any]:
-    """Operands k and v, None where they are behind q in its tensor (OFFSETS)."""
+    """Operands k and v; None where OFFSETS finds them in q's tensor."""
     return {name: t if offset_from_q(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))}
 
 
 def blocks(op: Any, heads: int, size: int, chunks: int = 1) -> Any:
-    """The grid: blocks of `size` positions of a sequence, `heads` of all sequences, chunks of the head size."""
+    """The grid: blocks of `size` positions of a sequence, `heads` of all sequences, `chunks` of the head size's columns."""
     fold = op.fold
     return lambda s: (ceil_div(s.seq * fold, size), s.batch * (heads // fold), chunks)
 
 
 def sequence_length(op: Any) -> Any:
-    """The length of a sequence, as a size."""
+    """A function of the run's sizes: the positions of a sequence."""
     return twice if op.paired else seq
 
 
@@ -207,7 +206,7 @@ def seq(s: Any) -> int:
 
 
 def masked_config_of(op: Any, c: Lowering, operation: str) -> AttentionConfig:
-    """The given or the default configuration of a kernel whose queries see some of the keys."""
+    """The given or the default configuration of a kernel whose queries see some of the keys only."""
     head = padded_head_size(int(op.out.shape[-1]) // op.heads)
     given = given_config(c.target.config, operation, AttentionConfig)
     return given or attention_config.select_masked_config(operation, head, op.q.dtype, c.target.arch)
@@ -234,7 +233,7 @@ def options(t: AttentionConfig) -> dict[str, Any]:
 
 @lowering("attention", views="q k v", also={"starts": "i32"})
 def lower_attention(op: Any, c: Lowering) -> None:
-    """The forward pass, by the warp-specialized kernel if the configuration says so."""
+    """Launch the forward pass, by the warp-specialized kernel if the configuration says so."""
     constants = constants_of(op)
     t = config_of(op, c, "forward")
     if t.warp_specialized:

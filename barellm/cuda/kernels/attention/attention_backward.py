@@ -78,8 +78,8 @@ def attention_stats(
 
 @device
 def stats_of(stats, m0, count, LOCAL: tl.constexpr, BM: tl.constexpr):
-    """lse / ln 2, delta, and the first visible key as i32 (if LOCAL, else 0) of the queries from m0 on, (BM,) each, zeros beyond
-    `count`. One load of as many elements as the program has threads; of fewer, Triton would have each thread load all that its
+    """Load (lse / ln 2, delta, first visible key as i32; 0 unless LOCAL) of the queries from m0 on, (BM,) each, zeros beyond
+    `count`. One load of as many elements as the program has threads: with fewer, Triton would have each thread load all that its
     scores need: 16 of a block of 64, and twice."""
     m, i = m0 + tl.arange(0, BM), tl.arange(0, STATS)
     used = (m < count)[:, None] & (i < 2 + LOCAL)[None, :]
@@ -95,9 +95,9 @@ def add_queries(
     CAUSAL: tl.constexpr, LOCAL: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr,
     PAIR_STRIDES: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Add what BM queries from m0 on contribute to the DC columns from `first` on of dk and dv (BN, DC) of keys from n0 on. Scores
-    are transposed, (BN, BM), so no operand of a matmul must change its layout. k, v: blocks in registers, or None where DC < DP and
-    k_rows and v_rows are read again. Queries beyond `count` are zeros, and so is what they add."""
+    """Add what BM queries from m0 on contribute to dk and dv (BN, DC), the DC columns from `first` on, of the keys from n0 on.
+    Scores are transposed, (BN, BM), so no operand of a matmul must change its layout. k, v: blocks in registers, or None where DC <
+    DP and k_rows and v_rows are read again. Queries beyond `count` are zeros, and so is what they add."""
     H: tl.constexpr = HEADS[0]
     D: tl.constexpr = HEADS[2]
     DP: tl.constexpr = HEADS[3]
@@ -123,8 +123,8 @@ def add_queries(
         dp = dot_over_columns(v_rows, dout, n0, m0, count, STRIDES[2], C, PAIR_STRIDES[1], 0, BN, BM, D, DC)
     p_dropped = p
     if DROPOUT[0] > 0:
-        keeps = tl.trans(dropout_mask(key, head, m0, n0, H, BM, BN, DROPOUT[0]))
-        p_dropped, dp = tl.where(keeps, p * DROPOUT[1], 0.0), tl.where(keeps, dp * DROPOUT[1], 0.0)
+        kept = tl.trans(dropout_mask(key, head, m0, n0, H, BM, BN, DROPOUT[0]))
+        p_dropped, dp = tl.where(kept, p * DROPOUT[1], 0.0), tl.where(kept, dp * DROPOUT[1], 0.0)
     dv = tl.dot(p_dropped.to(dout_block.dtype), dout_block, dv, input_precision="ieee")
     ds = p * (dp - delta[None, :])
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
@@ -138,13 +138,13 @@ def attention_dkv(
     DKV_STRIDES: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of BN keys of one KV head. Causal: it visits the queries from the block's first key on, those of the
-    diagonal with the mask; else all queries without one: what keys beyond the last one get is not written. Of a large head size it
-    does DC columns, axis 2 of the grid, and recomputes the scores for each: nothing DP wide is in registers. Grid: blocks of keys,
-    KV heads of all sequences, chunks of columns. DKV_MODES, DKV_STRIDES: of dk and dv.
+    diagonal with the mask; else all queries without one: the gradients of keys beyond the last one are not written. With a large
+    head size a program does DC columns (axis 2 of the grid) and recomputes the scores, so that nothing DP wide is in registers.
+    Grid: blocks of keys, KV heads of all sequences, chunks of columns. DKV_MODES, DKV_STRIDES: of dk and dv.
 
-    Over a group of query heads the sum is one chain, in their order, in one loop with the mask everywhere: a loop in a loop would
-    keep the addresses of both of its parts in registers, which heads of 128 columns do not have. So it is with a local mask: its
-    loop is short."""
+    Over a group of query heads the sum is one chain, in their order, in one loop with the mask everywhere: nested loops would keep
+    the addresses of both of their parts in registers, which heads of 128 columns do not have. A local mask has one loop, too: it is
+    short."""
     H: tl.constexpr = HEADS[0]
     GROUP_SIZE: tl.constexpr = HEADS[1]
     D: tl.constexpr = HEADS[2]
@@ -236,7 +236,8 @@ def add_keys(
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys [begin, end) contribute to dq (BM, DP) fp32, without the softmax scale. q, do: blocks (BM, DP) of queries
-    and of dout; `lse` and delta (BM,): lse / ln 2 and delta; k_rows, v_rows: pointers to the head's keys and values."""
+    and of dout; lse, delta (BM,): those of `stats_of`; k_rows, v_rows: pointers to the head's keys and values; `first_key` (BM,):
+    of a local mask, else None."""
     H: tl.constexpr = HEADS[0]
     D: tl.constexpr = HEADS[2]
     DP: tl.constexpr = HEADS[3]
@@ -315,8 +316,7 @@ def attention_dq(
 
 @lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv", also={"starts": "i32"})
 def lower_attention_backward(op: Any, c: Lowering) -> None:
-    """attention_stats, then dk and dv, then dq; each of the last two by the warp-specialized kernel if its configuration says
-    so."""
+    """Launch attention_stats, then dk and dv, then dq; the last two by the warp-specialized kernel if its configuration says so."""
     constants = constants_of(op)
     stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
     rows = 32 if constants["MASKING"][1] else 64  # of 64 with a first key each, the addresses spill on sm_100
@@ -336,14 +336,13 @@ def lower_attention_backward(op: Any, c: Lowering) -> None:
     if t.warp_specialized:
         return launch_backward(op, c, t, stats, constants["SCALES"][0], keys=False)
     c.launch(
-        attention_dq, operands, constants | {"BM": t.queries, "BN": t.keys},
-        grid=blocks(op, op.heads, t.queries), **options(t),
+        attention_dq, operands, constants | {"BM": t.queries, "BN": t.keys}, grid=blocks(op, op.heads, t.queries), **options(t),
     )  # fmt: skip
 
 
 def select_backward_config(op: Any, c: Lowering, operation: str, *results: str) -> AttentionConfig:
-    """The configuration of dk and dv (`operation` "keys") or of dq ("queries"). The warp-specialized kernel only stores: where
-    one of the `results` is added to, it is the default without it."""
+    """The configuration of dk and dv (`operation` "keys") or of dq ("queries"). The warp-specialized kernel can only store: if one
+    of the `results` is added to, the default without it."""
     t = config_of(op, c, operation)
     if t.warp_specialized and any(op.modes[name] != "store" for name in results):
         operation = "shared keys" if operation == "keys" and op.heads != op.kv_heads else operation
@@ -352,7 +351,7 @@ def select_backward_config(op: Any, c: Lowering, operation: str, *results: str) 
 
 
 def launch_dkv(op: Any, c: Lowering, t: AttentionConfig, operands: dict[str, Any], constants: dict[str, Any]) -> None:
-    """Append attention_dkv: DC columns a program, all of them up to MAX_HEAD_SIZE_DKV."""
+    """Launch attention_dkv with DC columns a program, all of them up to MAX_HEAD_SIZE_DKV."""
     _, _, D, DP = constants["HEADS"]
     DC = DP if MAX_HEAD_SIZE_DKV[op.q.dtype] >= DP else HEAD_SIZE_CHUNK
     written = {"DKV_MODES": (mode(op, "dk"), mode(op, "dv")), "DKV_STRIDES": (op.dk.row_stride, op.dv.row_stride)}

@@ -44,8 +44,8 @@ def append_to_caches(
 
 @device
 def query_rows(q, i, count, STRIDE: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """Queries (BM, DP) of a KV head: its group's rows `i` (BM,), zeros beyond `count` rows and D columns. `q`: the group's first
-    head in the sequence's first token."""
+    """Load queries (BM, DP) of a KV head: rows `i` (BM,) of its group, zeros beyond `count` rows and D columns. `q` points to the
+    group's first head in the sequence's first token."""
     d = tl.arange(0, DP)
     at = q + (i // GROUP_SIZE * STRIDE + i % GROUP_SIZE * D)[:, None] + d[None, :]
     mask = (i < count)[:, None]
@@ -66,10 +66,10 @@ def attention_split_kv(
     SCALE_LOG2: tl.constexpr, H: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, Q_STRIDE: tl.constexpr,
     L: tl.constexpr, WINDOW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of BM rows of a group over the `part` keys of one split: partials (splits, B, T, H, D) fp32, not yet divided
-    by the sum of probabilities; stats (splits, B, T, H, 2): the maximum score, in units of ln 2, and that sum. A token sees the
-    last WINDOW keys up to its own (0: all). Splits outside of what the block sees write nothing. Grid: blocks of rows, KV heads of
-    all sequences, splits."""
+    """Online softmax of BM rows of a group over one split of `part` keys: partials (splits, B, T, H, D) fp32, not yet divided by
+    the sum of probabilities; stats (splits, B, T, H, 2): the maximum score, in units of ln 2, and that sum. A token sees the last
+    WINDOW keys up to its own (0: all). Splits that see no key write nothing. Grid: blocks of rows, KV heads of all sequences,
+    splits."""
     G: tl.constexpr = H // GROUP_SIZE
     C: tl.constexpr = G * D
     pos = tl.load(scalars + POS).to(tl.int32)
@@ -92,12 +92,12 @@ def attention_split_kv(
         for n0 in range(begin, end, BN):
             k = load_rows(k_cache + start, n0, end, C, BN, D, DP)
             n = n0 + tl.arange(0, BN)
-            sees = (n < end)[None, :] & (n[None, :] <= pos + m[:, None])
+            is_visible = (n < end)[None, :] & (n[None, :] <= pos + m[:, None])
             if WINDOW > 0:
-                sees = sees & (n[None, :] > pos + m[:, None] - WINDOW)
-            s = tl.where(sees, tl.dot(queries, tl.trans(k), input_precision="ieee") * SCALE_LOG2, float("-inf"))
+                is_visible = is_visible & (n[None, :] > pos + m[:, None] - WINDOW)
+            s = tl.where(is_visible, tl.dot(queries, tl.trans(k), input_precision="ieee") * SCALE_LOG2, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(s, 1))
-            # A token may see none of these keys: its maximum stays -inf, and -inf less -inf would be NaN.
+            # A token may see none of these keys: its maximum stays -inf, and -inf - -inf would be NaN.
             base = tl.where(new_max == float("-inf"), 0.0, new_max)
             p = tl.math.exp2(s - base[:, None])
             rescale = tl.math.exp2(row_max - base)
@@ -119,8 +119,7 @@ def combine_split_kv(
     BM: tl.constexpr, H: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """out (B, T, H, D) = the partial results of the splits, rescaled to their common maximum, added in order and divided by the sum
-    of probabilities. `part`: keys of a split; BM: of attention_split_kv, whose blocks decide how many splits a row has. Grid:
-    tokens, heads."""
+    of probabilities. `part`: keys of a split; BM: that of attention_split_kv, which decides a row's splits. Grid: tokens, heads."""
     token, head, tokens = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     m0 = (token % seq * GROUP_SIZE + head % GROUP_SIZE) // BM * BM
     last = visible_keys(tl.load(scalars + POS).to(tl.int32), m0, seq, GROUP_SIZE, BM)
@@ -131,17 +130,17 @@ def combine_split_kv(
     acc, row_sum, row_max = tl.zeros((DP,), tl.float32), 0.0, float("-inf")
     for i in range(first, tl.cdiv(last, part)):
         row = ((i * tokens).to(tl.int64) + token) * H + head
-        new, sum_ = tl.load(stats + 2 * row), tl.load(stats + 2 * row + 1)
+        new, new_sum = tl.load(stats + 2 * row), tl.load(stats + 2 * row + 1)
         new_max = tl.maximum(row_max, new)
-        before, now = tl.math.exp2(row_max - new_max), tl.math.exp2(new - new_max)
-        acc = acc * before + tl.load(partials + row * D + d, mask=d < D, other=0.0) * now
-        row_sum, row_max = row_sum * before + sum_ * now, new_max
+        old_scale, new_scale = tl.math.exp2(row_max - new_max), tl.math.exp2(new - new_max)
+        acc = acc * old_scale + tl.load(partials + row * D + d, mask=d < D, other=0.0) * new_scale
+        row_sum, row_max = row_sum * old_scale + new_sum * new_scale, new_max
     tl.store(out + (token.to(tl.int64) * H + head) * D + d, acc / row_sum, mask=d < D)
 
 
 @dataclass(frozen=True)
 class KeysPerSplit:
-    """A `Size`: keys of one split of a cache of length L: SPLIT_KEYS where there are few new tokens, else all."""
+    """A function of the run's sizes: the keys of a split of a cache (L), SPLIT_KEYS if there are few new tokens, else all."""
 
     L: int
 
@@ -156,34 +155,33 @@ class KeysPerSplit:
 @lowering("attention_cached", views="q k v")
 def lower_attention_cached(op: Any, c: Lowering) -> None:
     """Append k and v to the caches; then attention with the configuration for few and with that for many new tokens, each with its
-    combination: at run time one of both pairs has empty grids."""
+    combination: at run time one of the two pairs has empty grids."""
     (H, D, DP), (B, T, C), L = head_sizes(op), (int(n) for n in op.out.shape), int(op.k_cache.shape[1])
-    share, width = op.heads // op.kv_heads, int(op.k.shape[-1])
+    group_size, width = op.heads // op.kv_heads, int(op.k.shape[-1])
     caches = {"k_cache": op.k_cache, "v_cache": op.v_cache, "seq": seq}
     c.launch(
-        append_to_caches, caches | {"k": op.k, "v": op.v},
-        {"C": width, "L": L, "BLOCK": COPY, **row_strides(k=op.k, v=op.v)},
+        append_to_caches, caches | {"k": op.k, "v": op.v}, {"C": width, "L": L, "BLOCK": COPY, **row_strides(k=op.k, v=op.v)},
         grid=lambda s: (s.tokens, ceil_div(width, COPY)), writes="k_cache v_cache",
     )  # fmt: skip
     part = KeysPerSplit(L)
     # partial rows at most: all T tokens unsplit, or the few that are split
-    most = max(part.count(Sizes(B, T)) * T, part.count(Sizes(B, 1)) * min(T, SPLIT_TOKENS)) * B
-    found = {"partials": c.scratch("partials", (most, C)), "stats": c.scratch("stats", (most, H, 2))}
+    max_rows = max(part.count(Sizes(B, T)) * T, part.count(Sizes(B, 1)) * min(T, SPLIT_TOKENS)) * B
+    results = {"partials": c.scratch("partials", (max_rows, C)), "stats": c.scratch("stats", (max_rows, H, 2))}
     window = 0 if op.keys_before(L) is None else op.sliding_window
-    head = {"H": H, "GROUP_SIZE": share, "D": D, "DP": DP, "WINDOW": window}
+    head = {"H": H, "GROUP_SIZE": group_size, "D": D, "DP": DP, "WINDOW": window}
     constants = head | {"SCALE_LOG2": constant_scale(op, D, log2(e)), "L": L, **row_strides(q=op.q)}
     for few in (True, False):
         t = select_attention_config("few" if few else "many", DP, op.q.dtype, c.target.arch)
 
         def grid(s: Sizes, few: bool = few, BM: int = t.queries) -> tuple[int, ...]:
-            rows = s.seq * share if (s.seq <= SPLIT_TOKENS) == few else 0
+            rows = s.seq * group_size if (s.seq <= SPLIT_TOKENS) == few else 0
             return (ceil_div(rows, BM), s.batch * op.kv_heads, part.count(s))
 
         c.launch(
-            attention_split_kv, caches | found | {"q": op.q, "part": part}, constants | {"BM": t.queries, "BN": t.keys},
+            attention_split_kv, caches | results | {"q": op.q, "part": part}, constants | {"BM": t.queries, "BN": t.keys},
             grid=grid, writes="partials stats", warps=t.num_warps, stages=t.num_stages,
         )  # fmt: skip
         c.launch(
-            combine_split_kv, {"out": op.out, **found, "seq": seq, "part": part}, head | {"BM": t.queries},
+            combine_split_kv, {"out": op.out, **results, "seq": seq, "part": part}, head | {"BM": t.queries},
             grid=lambda s, few=few: (s.tokens if (s.seq <= SPLIT_TOKENS) == few else 0, op.heads), writes="out", warps=1,
         )  # fmt: skip

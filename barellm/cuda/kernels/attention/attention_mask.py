@@ -1,6 +1,6 @@
 """Attention masks: causal, sliding windows, documents. WINDOW: index of the run-time scalar that holds the window's width in keys,
 -1 for no window, or -2 - n for n keys before a query's own; `starts` (seq / FOLD,) i32: the first position of each token's
-document, or None. FOLD: positions of a token: 2 of paired heads, else 1. A mask with a window or documents is called local."""
+document, or None. FOLD: positions of a token, 2 with paired heads, else 1. A mask with a window or documents is called local."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ WIDEST = constant(1 << 30)
 
 @device
 def apply_mask(x, m, n, count, MASK: tl.constexpr, other: tl.constexpr):
-    """Scores or probabilities x, with `other` where MASK hides the key. m, n: positions of queries and keys, which broadcast to the
-    shape of x; `count`: keys of the sequence."""
+    """Scores or probabilities x, replaced by `other` where MASK hides the key. m, n: positions of queries and keys, which broadcast
+    to the shape of x; `count`: keys of the sequence."""
     if MASK == MASK_CAUSAL:
         x = tl.where(m >= n, x, other)
     elif MASK == MASK_LENGTH:
@@ -38,7 +38,7 @@ def window_size(scalars, WINDOW: tl.constexpr):
 
 @device
 def first_visible_key(starts, scalars, t, WINDOW: tl.constexpr, FOLD: tl.constexpr):
-    """The first key that each of the queries t (any shape, positions in the sequence) sees under a local mask."""
+    """The first key that each query sees under a local mask; t: the queries' positions in the sequence, of any shape."""
     first = t * 0
     if WINDOW != -1:
         first = tl.maximum(t - window_size(scalars, WINDOW), 0)
@@ -49,8 +49,8 @@ def first_visible_key(starts, scalars, t, WINDOW: tl.constexpr, FOLD: tl.constex
 
 @device
 def visible_queries_end(starts, scalars, key, seq, WINDOW: tl.constexpr, FOLD: tl.constexpr):
-    """The position behind the last query that sees `key` (a scalar) under a local mask. `starts` never decreases, so it is found by
-    binary search: the first position whose document starts behind the key."""
+    """The end (exclusive) of the queries that see `key` (a scalar) under a local mask, found by binary search for the first
+    position whose document starts after the key: `starts` never decreases."""
     high = seq
     if WINDOW != -1:
         high = tl.minimum(key + window_size(scalars, WINDOW) + 1, seq)
@@ -58,9 +58,9 @@ def visible_queries_end(starts, scalars, key, seq, WINDOW: tl.constexpr, FOLD: t
         low = key + 1
         while low < high:
             middle = (low + high) // 2
-            beyond = tl.load(starts + middle // FOLD) * FOLD > key
-            high = tl.where(beyond, middle, high)
-            low = tl.where(beyond, low, middle + 1)
+            starts_later = tl.load(starts + middle // FOLD) * FOLD > key
+            high = tl.where(starts_later, middle, high)
+            low = tl.where(starts_later, low, middle + 1)
     return high
 
 
@@ -71,15 +71,15 @@ def softmax_scale_of(scalars, SCALE_AT: tl.constexpr, FACTOR: tl.constexpr):
 
 
 def mask_constants(op: Any, D: int) -> dict[str, tuple[Any, ...]]:
-    """The tuples SCALES and MASKING of an attention op (attention.py) with heads of D columns."""
+    """The tuples SCALES and MASKING (attention.py) of an attention op with heads of D columns."""
     window, scale = (SCALARS[scalar].index if isinstance(scalar, str) else -1 for scalar in (op.window, op.scale))
     before = op.keys_before(op.fold * int(op.q.shape[1]))
     window = -2 - before if before is not None else window
     return {"SCALES": (constant_scale(op, D, log2(e)), scale), "MASKING": (int(op.causal), int(op.bounded), window, op.fold)}
 
 
-def constant_scale(op: Any, D: int, by: float = 1.0) -> float:
-    """The softmax scale, times `by`, of an attention op without a run-time scale. Refused for one with a softcap."""
+def constant_scale(op: Any, D: int, factor: float = 1.0) -> float:
+    """The softmax scale of an attention op without a run-time scale, times `factor`. Raises Refused for an op with a softcap."""
     if op.softcap:
         raise Refused(f"the cuda backend's kernel for {op.name} has no softcap, found {op.softcap}")
-    return op.scale * by if isinstance(op.scale, float) else by / sqrt(D)
+    return op.scale * factor if isinstance(op.scale, float) else factor / sqrt(D)

@@ -1,7 +1,7 @@
 """Loads and stores of blocks of rows of one head: D columns of a matrix whose rows are STRIDE elements apart, padded to DP, a power
-of two, or a chunk of DC of them. `base` points to column 0 of the head in row 0 of the sequence; `first`: the block's first row,
-`count`: rows of the sequence. Of paired heads two rows, PAIR_STRIDE elements from each other, share a STRIDE; such blocks begin at
-an even row."""
+of two, or DC of these columns. `base` points to column 0 of the head in row 0 of the sequence; `first`: the block's first row,
+`count`: rows of the sequence. With paired heads two rows, PAIR_STRIDE elements apart, share a STRIDE; such blocks begin at an even
+row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from barellm.cuda.lang import device, tl
 
 @device
 def kv_pointer(q, x, AT: tl.constexpr):
-    """The pointer to k or v, `x`; if x is None they are in the tensor of q, AT elements behind its first column."""
+    """The pointer to k or v: `x`, or if x is None AT elements after q's first column, in the same tensor."""
     if x is None:
         return q + AT
     else:
@@ -20,10 +20,10 @@ def kv_pointer(q, x, AT: tl.constexpr):
 
 @device
 def row_pointers(base, first, row, d, STRIDE: tl.constexpr, PAIR_STRIDE: tl.constexpr):
-    """Pointers (rows, columns) to columns d of the rows first + row."""
+    """Pointers (rows, columns) to the columns `d` of the rows first + row."""
     if PAIR_STRIDE > 0:
-        places = row // 2 * STRIDE + row % 2 * PAIR_STRIDE
-        return base + tl.cast(first // 2, tl.int64) * STRIDE + places[:, None] + d[None, :]
+        row_offsets = row // 2 * STRIDE + row % 2 * PAIR_STRIDE
+        return base + tl.cast(first // 2, tl.int64) * STRIDE + row_offsets[:, None] + d[None, :]
     else:
         return base + tl.cast(first, tl.int64) * STRIDE + row[:, None] * STRIDE + d[None, :]
 
@@ -32,24 +32,24 @@ def row_pointers(base, first, row, d, STRIDE: tl.constexpr, PAIR_STRIDE: tl.cons
 def load_rows(
     base, first, count, STRIDE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAIR_STRIDE: tl.constexpr = 0
 ):  # fmt: skip
-    """A block (ROWS, DP) from row `first` on, zeros beyond `count` rows and D columns."""
+    """Load a block (ROWS, DP) from row `first` on, zeros beyond `count` rows and D columns."""
     row, d = tl.arange(0, ROWS), tl.arange(0, DP)
-    at = row_pointers(base, first, row, d, STRIDE, PAIR_STRIDE)
+    pointers = row_pointers(base, first, row, d, STRIDE, PAIR_STRIDE)
     mask = (row < count - first)[:, None]
     if D < DP:
         mask = mask & (d < D)[None, :]
-    return tl.load(at, mask=mask, other=0.0)
+    return tl.load(pointers, mask=mask, other=0.0)
 
 
 @device
 def load_columns(
     base, first, count, left, STRIDE: tl.constexpr, ROWS: tl.constexpr, DC: tl.constexpr, PAIR_STRIDE: tl.constexpr = 0
 ):  # fmt: skip
-    """A block (ROWS, DC) from row `first` on, zeros beyond `count` rows and `left` columns, a run-time number. `base`: of its first
+    """Load a block (ROWS, DC) from row `first` on, zeros beyond `count` rows and `left` columns. `base` points to its first
     column."""
     row, d = tl.arange(0, ROWS), tl.arange(0, DC)
-    at = row_pointers(base, first, row, d, STRIDE, PAIR_STRIDE)
-    return tl.load(at, mask=(row < count - first)[:, None] & (d < left)[None, :], other=0.0)
+    pointers = row_pointers(base, first, row, d, STRIDE, PAIR_STRIDE)
+    return tl.load(pointers, mask=(row < count - first)[:, None] & (d < left)[None, :], other=0.0)
 
 
 @device
@@ -74,5 +74,5 @@ def store_rows(
 ):  # fmt: skip
     """Store or add (MODE) a block `value` (ROWS, DP) from row `first` on: its rows below `count` and its columns below `left`."""
     row, d = tl.arange(0, ROWS), tl.arange(0, DP)
-    at = row_pointers(base, first, row, d, STRIDE, PAIR_STRIDE)
-    store_or_add(at, (row < count - first)[:, None] & (d < left)[None, :], value, scalars, MODE)
+    pointers = row_pointers(base, first, row, d, STRIDE, PAIR_STRIDE)
+    store_or_add(pointers, (row < count - first)[:, None] & (d < left)[None, :], value, scalars, MODE)

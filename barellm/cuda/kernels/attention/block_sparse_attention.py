@@ -29,8 +29,7 @@ from barellm.program.tensor import Dim, Tensor
 
 @device
 def block_of(table, i, LAYOUT: tl.constexpr, PART: tl.constexpr):
-    """Tile i of the listed blocks, which are cut into tiles of PART positions: its first position in the sequence, its offset in
-    its block, and the block's kind."""
+    """(first position in the sequence, offset in its block, the block's kind) of tile i (PART positions) of the listed blocks."""
     BLOCK: tl.constexpr = LAYOUT[0]
     entry, offset = i // (BLOCK // PART), i % (BLOCK // PART) * PART
     entry_ptr = table + LAYOUT[1] + 1 + entry
@@ -39,17 +38,17 @@ def block_of(table, i, LAYOUT: tl.constexpr, PART: tl.constexpr):
 
 @device
 def block_range(table, row, BLOCK: tl.constexpr, PART: tl.constexpr):
-    """[begin, end) of the tiles, of PART positions each, of the blocks in list `row`, for `block_of`."""
+    """[begin, end) of the tiles, of PART positions each, of the blocks in list `row`: arguments of `block_of`."""
     return tl.load(table + row) * (BLOCK // PART), tl.load(table + row + 1) * (BLOCK // PART)
 
 
 @device
 def is_visible(masks, kind, query, key, BLOCK: tl.constexpr):
-    """Which of the queries see which of the keys of a block of this kind; query, key: offsets in the block, which broadcast to a
-    tile. Of kind 0 nothing is loaded and all is visible; a branch would make each wgmma wait for the one before."""
+    """Which of the queries see which of the keys of a block of this `kind`. query, key: offsets in the block, which broadcast to a
+    tile. For kind 0 nothing is loaded and all is visible: a branch would make each wgmma wait for the one before."""
     WORDS: tl.constexpr = (BLOCK + 31) // 32
-    at = masks + ((kind - 1) * BLOCK + key) * WORDS + query // 32
-    return (tl.load(at, mask=(query >= 0) & (key >= 0) & (kind > 0), other=-1) >> (query % 32)) & 1 != 0
+    pointers = masks + ((kind - 1) * BLOCK + key) * WORDS + query // 32
+    return (tl.load(pointers, mask=(query >= 0) & (key >= 0) & (kind > 0), other=-1) >> (query % 32)) & 1 != 0
 
 
 @device
@@ -57,8 +56,8 @@ def block_sparse_attention_forward(
     out, lse, q, k, v, rows, masks, relative, seq, SCALE_LOG2: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr,
     OFFSETS: tl.constexpr, LAYOUT: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A program is BM queries of one head, with online softmax over the listed keys, BN at a time; the last queries of a sequence,
-    whose lists are the longest if any are, start first. Grid: blocks of queries, heads of all sequences."""
+    """out and lse of BM queries of one head, with online softmax over the listed keys, BN at a time; the last queries of a
+    sequence, whose lists are the longest if any are, start first. Grid: blocks of queries, heads of all sequences."""
     H: tl.constexpr = HEADS[0]
     GROUP_SIZE: tl.constexpr = HEADS[1]
     D: tl.constexpr = HEADS[2]
@@ -80,8 +79,8 @@ def block_sparse_attention_forward(
         s = tl.dot(queries, tl.trans(load_rows(k, n0, seq, STRIDES[1], BN, D, DP)), input_precision="ieee")
         if TERMS[1] > 0:
             s = add_terms(s, queries, relative + head * D, m0, n0, False, BN, TERMS, C, D, DP)
-        sees = is_visible(masks, kind, query[:, None], (offset + tl.arange(0, BN))[None, :], BLOCK)
-        s = tl.where(sees, s, float("-inf"))
+        visible = is_visible(masks, kind, query[:, None], (offset + tl.arange(0, BN))[None, :], BLOCK)
+        s = tl.where(visible, s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1) * SCALE_LOG2)
         p = tl.math.exp2(s * SCALE_LOG2 - new_max[:, None])
         rescale = tl.math.exp2(row_max - new_max)
@@ -105,27 +104,27 @@ def constants_of(op: Any) -> dict[str, Any]:
 
 
 def operands_of(op: Any) -> dict[str, Any]:
-    """Operands k and v, None where they are behind q in its tensor, and seq."""
+    """Operands k and v, None where OFFSETS finds them in q's tensor, and seq."""
     kv = {name: t if offset_from_q(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))}
     return kv | {"seq": axis_size(op.q, 1)}
 
 
 def axis_size(t: Tensor, axis: int) -> Count:
-    """A `Size`: how long an axis of t is in a run."""
+    """A function of the run's sizes: the length of an axis of t."""
     n = t.shape[axis]
     return Count((n.name,), 1) if isinstance(n, Dim) else Count((), int(n))
 
 
 def config_of(op: Any, c: Lowering, operation: str) -> AttentionConfig:
     """The configuration of attention with a local mask, with tiles at most as large as the largest power of two that divides the
-    layout's block. With relative terms tiles are squares of 32, or of 16 and four warps in fp32: others spill, and ptxas has the
-    wgmmas of 64 wait for one another."""
+    layout's block. With relative terms tiles are squares of 32, or in fp32 of 16 with four warps: larger ones spill, and ptxas has
+    the wgmmas of 64 wait for one another."""
     t = masked_config_of(op, c, operation)
-    most, warps = op.layout.block & -op.layout.block, t.num_warps
+    max_size, warps = op.layout.block & -op.layout.block, t.num_warps
     if op.relative is not None:
         size, warps = (16, 4) if op.q.dtype == "fp32" else (32, t.num_warps)
-        most = min(most, t.queries, t.keys, size)
-    return AttentionConfig(min(t.queries, most), min(t.keys, most), warps, t.num_stages)
+        max_size = min(max_size, t.queries, t.keys, size)
+    return AttentionConfig(min(t.queries, max_size), min(t.keys, max_size), warps, t.num_stages)
 
 
 def grid_of(op: Any, heads: int, size: int) -> Any:

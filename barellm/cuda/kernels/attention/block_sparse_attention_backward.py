@@ -34,8 +34,8 @@ def block_sparse_attention_dkv(
     HEADS: tl.constexpr, STRIDES: tl.constexpr, OFFSETS: tl.constexpr, LAYOUT: tl.constexpr, TERMS: tl.constexpr,
     DKV_MODES: tl.constexpr, DKV_STRIDES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of BN keys of one KV head, over the queries that `columns` lists, one head of the group after the other. Scores are
-    transposed, (BN, BM). Grid: blocks of keys, KV heads of all sequences."""
+    """dk and dv of BN keys of one KV head, over the queries that `columns` lists, for one head of the group after the other. Scores
+    are transposed, (BN, BM). Grid: blocks of keys, KV heads of all sequences."""
     H: tl.constexpr = HEADS[0]
     GROUP_SIZE: tl.constexpr = HEADS[1]
     D: tl.constexpr = HEADS[2]
@@ -60,8 +60,8 @@ def block_sparse_attention_dkv(
             if TERMS[1] > 0:
                 s = add_terms(s, queries, relative + head * D, m0, n0, True, BN, TERMS, C, D, DP)
             lse, delta, _ = stats_of(stats + STATS * ((sequence * H + head).to(tl.int64) * seq), m0, seq, False, BM)
-            sees = is_visible(masks, kind, (offset + tl.arange(0, BM))[None, :], key[:, None], BLOCK)
-            p = tl.where(sees, tl.math.exp2(s * SCALE_LOG2 - lse[None, :]), 0.0)
+            visible = is_visible(masks, kind, (offset + tl.arange(0, BM))[None, :], key[:, None], BLOCK)
+            p = tl.where(visible, tl.math.exp2(s * SCALE_LOG2 - lse[None, :]), 0.0)
             do = load_rows(dout + token0 * C + head * D, m0, seq, C, BM, D, DP)
             dp = tl.dot(values, tl.trans(do), input_precision="ieee")
             v_sum = tl.dot(p.to(do.dtype), do, v_sum, input_precision="ieee")
@@ -103,8 +103,8 @@ def block_sparse_attention_dq(
         if TERMS[1] > 0:
             s = add_terms(s, queries, relative + head * D, m0, n0, False, BN, TERMS, C, D, DP)
         p = tl.math.exp2(s * SCALE_LOG2 - lse[:, None])
-        sees = is_visible(masks, kind, query[:, None], (offset + tl.arange(0, BN))[None, :], BLOCK)
-        p = tl.where(sees, p, 0.0)
+        visible = is_visible(masks, kind, query[:, None], (offset + tl.arange(0, BN))[None, :], BLOCK)
+        p = tl.where(visible, p, 0.0)
         dp = tl.dot(do, tl.trans(values), input_precision="ieee")
         ds = p * (dp - delta[:, None])
         total = tl.dot(ds.to(keys.dtype), keys, total, input_precision="ieee")
@@ -115,7 +115,8 @@ def block_sparse_attention_dq(
 
 @lowering("block_sparse_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)
 def lower_block_sparse_attention_backward(op: Any, c: Lowering) -> None:
-    """lse and delta of each query, then dk and dv, then dq, then the gradient of the relative terms if there are any."""
+    """Launch the statistics (lse, delta) of each query, then dk and dv, then dq, then the gradient of the relative terms if there
+    are any."""
     constants, operands = constants_of(op), operands_of(op)
     stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
     operands |= {"stats": stats}

@@ -46,8 +46,8 @@ LOWEST = constant(-1e30)  # of a score that is not seen; every query sees a key 
 
 @gluon
 def tile_at(w, seq):
-    """The tile scheduler: head, of all sequences', and first query of work item w. The heads of one sequence are done together, so
-    that their keys stay in L2; each begins at another tile, or some thread blocks would have only long ones."""
+    """The tile scheduler: (head, counted over all sequences; first query) of work item w. The heads of one sequence are done
+    together, so that their keys stay in L2; each begins at another tile, or some thread blocks would have only long ones."""
     tiles = gl.cdiv(seq, BLOCK)
     head = w // tiles
     return head, (tiles - 1 - (w + head) % tiles) * BLOCK
@@ -55,8 +55,8 @@ def tile_at(w, seq):
 
 @gluon
 def producer(q_map, k_map, v_map, queries, keys, values, seq, items, H: gl.constexpr, GROUP_SIZE: gl.constexpr, D: gl.constexpr):
-    """The producer warp: for each tile TMA loads of its queries, then of keys and values from the diagonal back, into every free
-    stage, also of the next tile. `items`: tiles of all heads."""
+    """The producer warp: for each tile, TMA loads of its queries, then of keys and values from the diagonal back, into every free
+    stage, so that it runs ahead into the next tile. `items`: tiles of all heads."""
     q_ring, q_full, q_empty = queries
     k_ring, k_full, k_empty = keys
     v_ring, v_full, v_empty = values
@@ -150,30 +150,29 @@ def consumer(
 
 @gluon
 def start_qk(q, k, SCORES: gl.constexpr):
-    """Issue the wgmma q (64, D) k^T, k (keys, D), both in shared memory; the scores (64, keys) must be waited for."""
+    """Issue the wgmma q (64, D) k^T, k (keys, D), both in shared memory. Returns the scores (64, keys), not yet waited for."""
     KEYS: gl.constexpr = k.shape[0]
-    none = gl.zeros((WG_M, KEYS), gl.float32, SCORES)
-    return hopper.warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
+    no_acc = gl.zeros((WG_M, KEYS), gl.float32, SCORES)
+    return hopper.warpgroup_mma(q, k.permute((1, 0)), no_acc, use_acc=False, is_async=True)
 
 
 @gluon
 def register_operand(p, dtype: gl.constexpr, SUMS: gl.constexpr):
-    """Probabilities p (64, keys) rounded to `dtype`, as a register operand of wgmma: in these layouts each thread has its elements
-    already."""
+    """Probabilities p (64, keys) rounded to `dtype`, as a register operand of wgmma: no data moves, because in these layouts each
+    thread already has its elements."""
     return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
 
 
 @gluon
 def write_tile(
-    out, lse, acc, row_sum, row_max, head, first, seq,
-    SCORES: gl.constexpr, SUMS: gl.constexpr, H: gl.constexpr, D: gl.constexpr,
+    out, lse, acc, row_sum, row_max, head, first, seq, SCORES: gl.constexpr, SUMS: gl.constexpr, H: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """Epilogue: out = acc / row_sum and lse of a consumer's queries from `first` on, those that are in the sequence."""
+    """Epilogue: write out = acc / row_sum and lse of a consumer's queries from `first` on, those before `seq`."""
     m = first + gl.arange(0, WG_M, layout=gl.SliceLayout(1, SCORES))
     gl.store(lse + head * seq + m, (row_max + gl.log2(row_sum)) * LN_2, mask=m < seq)
     scale = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, SUMS), assert_trivial=True)
-    to = out + gl.cast(head // H * seq, gl.int64) * (H * D) + head % H * D
-    store_rows(to, acc * gl.expand_dims(scale, 1), first, seq, D, H * D)
+    out_rows = out + gl.cast(head // H * seq, gl.int64) * (H * D) + head % H * D
+    store_rows(out_rows, acc * gl.expand_dims(scale, 1), first, seq, D, H * D)
 
 
 @gluon
@@ -228,21 +227,20 @@ def hopper_attention(
 
 
 def launch_forward(op: Any, c: Lowering, tile: AttentionConfig, scale_log2: float) -> None:
-    """Append the forward pass of an op with a warp-specialized configuration: causal over complete sequences, heads of 64 or 128
+    """Launch the forward pass of an op with a warp-specialized configuration: causal over complete sequences, heads of 64 or 128
     columns of 16-bit numbers, without dropout. `scale_log2`: softmax scale times log2(e)."""
-    D, share = int(op.out.shape[-1]) // op.heads, op.heads // op.kv_heads
+    D, group_size = int(op.out.shape[-1]) // op.heads, op.heads // op.kv_heads
     assert tile.warp_specialized and D in (64, 128) and op.plain and not op.rate, op
     assert (tile.queries, tile.keys) == (BLOCK.value, BLOCK.value), tile
     maps = {f"{name}_map": head_tensor_map(c, op.inputs[name], WG_M.value if name == "q" else BLOCK.value, D) for name in "qkv"}
     c.launch(
-        hopper_attention,
-        maps | {"out": op.out, "lse": op.lse, "seq": lambda s: s.seq, "heads": lambda s: s.batch * op.heads},
-        {"SCALE_LOG2": scale_log2, "H": op.heads, "GROUP_SIZE": share, "D": D, "STAGES": tile.num_stages},
+        hopper_attention, maps | {"out": op.out, "lse": op.lse, "seq": lambda s: s.seq, "heads": lambda s: s.batch * op.heads},
+        {"SCALE_LOG2": scale_log2, "H": op.heads, "GROUP_SIZE": group_size, "D": D, "STAGES": tile.num_stages},
         grid=lambda s: (min(c.target.sms, ceil_div(s.seq, BLOCK.value) * s.batch * op.heads),),
         writes="out lse", warps=tile.num_warps,
     )  # fmt: skip
 
 
 def head_tensor_map(c: Lowering, x: Tensor, rows: int, D: int) -> TensorMap:
-    """The tensor map of q, k or v (tokens, heads * D), maybe columns of a wider tensor, in boxes of `rows` x D: one head."""
+    """The tensor map of q, k or v (tokens, heads * D), maybe columns of a wider tensor, in boxes of `rows` x D, one head."""
     return TensorMap(part(x), x.dtype, c.rows(x), int(x.shape[-1]), (rows, D), view_stride(x) or int(x.shape[-1]))

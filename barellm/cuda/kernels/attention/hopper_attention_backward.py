@@ -43,8 +43,8 @@ STREAM_ROWS = constant(64)  # rows that stream past a tile in one step
 
 @gluon
 def streamed_rows(tile_row, seq, DKV: gl.constexpr):
-    """[begin, stop) of the rows that stream past the tile at `tile_row`: of its keys (DKV) the queries from the first key on, of
-    its queries the keys up to the last query."""
+    """[begin, stop) of the rows that stream past the tile at `tile_row`: for a tile of keys (DKV) the queries from its first key
+    on, for a tile of queries the keys up to its last query."""
     if DKV:
         return tile_row, seq
     else:
@@ -53,11 +53,10 @@ def streamed_rows(tile_row, seq, DKV: gl.constexpr):
 
 @gluon
 def producer(
-    x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items,
-    DKV: gl.constexpr, HEADS: gl.constexpr,
+    x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items, DKV: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp: for each tile TMA loads of its x and y (WG_M rows for each consumer), then of blocks of a and b, with DKV
-    those of each query head of the group, into every free stage, also of the next tile. `items`: tiles of all heads."""
+    """The producer warp: for each tile, TMA loads of its x and y (WG_M rows for each consumer), then of blocks of a and b, with DKV
+    those of each query head of the group, into every free stage, ahead into the next tile. `items`: tiles of all heads."""
     H: gl.constexpr = HEADS[0]
     GROUP_SIZE: gl.constexpr = HEADS[1]
     D: gl.constexpr = HEADS[2]
@@ -79,8 +78,8 @@ def producer(
             hopper.tma.async_copy_global_to_shared(x_map, at, ready, x_ring.index(2 * (t % 2) + half))
             hopper.tma.async_copy_global_to_shared(y_map, at, ready, y_ring.index(2 * (t % 2) + half))
         begin, stop = streamed_rows(tile_row, seq, DKV)
-        for served in range(GROUP_SIZE if DKV else 1):
-            other = group * GROUP_SIZE + served if DKV else group // GROUP_SIZE
+        for group_head in range(GROUP_SIZE if DKV else 1):
+            other = group * GROUP_SIZE + group_head if DKV else group // GROUP_SIZE
             for n in range(begin, stop, STREAM_ROWS):
                 s = i % STAGES
                 loaded = full.index(s)
@@ -101,7 +100,7 @@ def consumer(
     dx, dy, stats, tile_pipeline, stream_pipeline, seq, items,
     WG: gl.constexpr, DKV: gl.constexpr, SCALES: gl.constexpr, HEADS: gl.constexpr, DKV_STRIDES: gl.constexpr,
 ):  # fmt: skip
-    """A consumer warpgroup: the sums of WG_M rows of each tile, x_sum (dk or dq) and y_sum (dv) of (WG_M, D) in registers, over the
+    """A consumer warpgroup: the sums of WG_M rows of each tile, x_sum (dk or dq) and y_sum (dv), (WG_M, D) in registers, over the
     streamed blocks. Only the blocks that hold the diagonal, or end the sequence, are masked."""
     H: gl.constexpr = HEADS[0]
     GROUP_SIZE: gl.constexpr = HEADS[1]
@@ -122,9 +121,9 @@ def consumer(
         y_sum = gl.zeros((WG_M, D), gl.float32, SUMS)
         row = first + gl.arange(0, WG_M, layout=gl.SliceLayout(1, SCORES))
         if not DKV:
-            to = stats + STATS * (head * seq + row)
-            lse_row = gl.expand_dims(gl.load(to, mask=row < seq, other=0.0), 1)
-            delta = gl.expand_dims(gl.load(to + 1, mask=row < seq, other=0.0), 1)
+            query_stats = stats + STATS * (head * seq + row)
+            lse_row = gl.expand_dims(gl.load(query_stats, mask=row < seq, other=0.0), 1)
+            delta = gl.expand_dims(gl.load(query_stats + 1, mask=row < seq, other=0.0), 1)
         hopper.mbarrier.wait(tile_full.index(t % 2), t // 2 & 1)
         begin = first if DKV else 0
         stop = seq if DKV else first + WG_M
@@ -141,12 +140,12 @@ def consumer(
                     lse_row = query_stat(stats_ring.index(s), 0, SCORES)
                 p = gl.exp2(p * SCALES[0] - lse_row)
                 if n == first or (DKV and n + STREAM_ROWS > seq):
-                    own_rows = gl.expand_dims(row, 1)
-                    others = gl.expand_dims(n + gl.arange(0, STREAM_ROWS, layout=gl.SliceLayout(0, SCORES)), 0)
+                    tile_rows = gl.expand_dims(row, 1)
+                    streamed = gl.expand_dims(n + gl.arange(0, STREAM_ROWS, layout=gl.SliceLayout(0, SCORES)), 0)
                     if DKV:
-                        p = gl.where((others >= own_rows) & (others < seq), p, 0.0)
+                        p = gl.where((streamed >= tile_rows) & (streamed < seq), p, 0.0)
                     else:
-                        p = gl.where(own_rows >= others, p, 0.0)
+                        p = gl.where(tile_rows >= streamed, p, 0.0)
                 if DKV:
                     weights = register_operand(p, b_ring.dtype, SUMS)
                     y_sum = hopper.warpgroup_mma(weights, b_ring.index(s), y_sum, is_async=True)
@@ -174,8 +173,9 @@ def consumer(
 
 @gluon
 def skip_block(full, empty, i):
-    """Release block i, which only the other consumer needs, unread; gives i + 1. Not before it is full: then the other consumer has
-    released the stage's last block, and the two arrivals for this block are not counted with those for that one."""
+    """Release block i, which only the other consumer needs, unread; returns i + 1. It waits until the block is full: then the other
+    consumer has released the stage's previous block, and the two arrivals for this block are not counted with those for that
+    one."""
     STAGES: gl.constexpr = empty.shape[0]
     hopper.mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
     hopper.mbarrier.arrive(empty.index(i % STAGES))
@@ -186,12 +186,12 @@ def skip_block(full, empty, i):
 def query_stat(block, which: gl.constexpr, SCORES: gl.constexpr):
     """A statistic of each streamed query, lse (`which` 0) or delta (1), as (1, STREAM_ROWS) in the layout of the scores. `block`
     (STREAM_ROWS, STATS) is in shared memory; STATS_LAYOUT loads each value into the threads whose scores have its column, so no
-    data moves between them."""
+    data moves between threads."""
     STATS_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[1, 0], [8, 0], [16, 0], [32, 0]], [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [STREAM_ROWS, 1]
     )
-    found = block.slice(which, 1, dim=1).load(STATS_LAYOUT).reshape([STREAM_ROWS])
-    return gl.expand_dims(gl.convert_layout(found, gl.SliceLayout(0, SCORES), assert_trivial=True), 0)
+    values = block.slice(which, 1, dim=1).load(STATS_LAYOUT).reshape([STREAM_ROWS])
+    return gl.expand_dims(gl.convert_layout(values, gl.SliceLayout(0, SCORES), assert_trivial=True), 0)
 
 
 @gluon
@@ -199,9 +199,9 @@ def hopper_attention_backward(
     dx, dy, stats, x_map, y_map, a_map, b_map, stats_map, seq, heads,
     DKV: gl.constexpr, SCALES: gl.constexpr, HEADS: gl.constexpr, DKV_STRIDES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Allocate shared memory and mbarriers, and start the warps. dx is dk and dy dv (DKV), or dx is dq and dy None. NAME_map:
-    tensor maps; `stats` (dq) and `stats_map` (DKV) are of the same matrix (queries of all heads, STATS). `heads`: of the tiles, of
-    all sequences. STAGES: of the streamed blocks."""
+    """Allocate shared memory and mbarriers, and start the warps. With DKV dx is dk and dy is dv, else dx is dq and dy None.
+    NAME_map: tensor maps; `stats` (dq) and `stats_map` (DKV) are of the same matrix (queries of all heads, STATS). `heads`: of the
+    tiles, of all sequences. STAGES: of the streamed blocks."""
     D: gl.constexpr = HEADS[2]
     x_ring = gl.allocate_shared_memory(x_map.dtype, [4, WG_M, D], x_map.layout)
     y_ring = gl.allocate_shared_memory(y_map.dtype, [4, WG_M, D], y_map.layout)
@@ -234,10 +234,10 @@ def hopper_attention_backward(
 
 
 def launch_backward(op: Any, c: Lowering, tile: AttentionConfig, stats: Tensor, scale_log2: float, *, keys: bool) -> None:
-    """Append dk and dv (`keys`), or dq, of an op with a warp-specialized configuration: causal over complete sequences, heads of 64
+    """Launch dk and dv (`keys`), or dq, of an op with a warp-specialized configuration: causal over complete sequences, heads of 64
     or 128 columns of 16-bit numbers, without dropout, results stored and not added. `stats`: those of attention_stats;
     `scale_log2`: softmax scale times log2(e)."""
-    D, share = int(op.out.shape[-1]) // op.heads, op.heads // op.kv_heads
+    D, group_size = int(op.out.shape[-1]) // op.heads, op.heads // op.kv_heads
     assert tile.warp_specialized and D in (64, 128) and op.plain and not op.rate, op
     sizes = (STREAM_ROWS.value, BLOCK.value)  # of queries and keys where keys are stationary
     assert (tile.queries, tile.keys) == (sizes if keys else sizes[::-1]), tile
@@ -255,8 +255,8 @@ def launch_backward(op: Any, c: Lowering, tile: AttentionConfig, stats: Tensor, 
             "heads": lambda s: s.batch * heads,
         },
         {
-            "DKV": keys, "SCALES": (scale_log2, constant_scale(op, D)), "HEADS": (op.heads, share, D), "STAGES": tile.num_stages,
-            "DKV_STRIDES": (results["dx"].row_stride, op.dv.row_stride if keys else 0),
+            "DKV": keys, "SCALES": (scale_log2, constant_scale(op, D)), "HEADS": (op.heads, group_size, D),
+            "STAGES": tile.num_stages, "DKV_STRIDES": (results["dx"].row_stride, op.dv.row_stride if keys else 0),
         },
         grid=lambda s: (min(c.target.sms, ceil_div(s.seq, BLOCK.value) * s.batch * heads),),
         writes="dx dy" if keys else "dx", warps=tile.num_warps,

@@ -1,9 +1,9 @@
-"""QK norm (RMSNorm of each head) and half-truncated RoPE (modded-nanogpt), forward and backward. Shapes: x, y, dy, dx (batch, seq,
-W), rows of x and dx X_STRIDE and DX_STRIDE elements apart; rstd (batch, seq, COUNT) for COUNT = HEADS + key heads of D columns;
-cos, sin (positions, D / 4) fp32. PAIRED: two neighbouring heads are one of a sequence of twice the length. SHIFT: the upper half of
-each key's columns belongs to the next position.
+"""QK norm (RMSNorm of each head of queries and keys) and half-truncated RoPE (modded-nanogpt), forward and backward. Shapes: x, y,
+dy, dx (batch, seq, W), rows of x and dx X_STRIDE and DX_STRIDE elements apart; rstd (batch, seq, COUNT) for COUNT = HEADS + key
+heads of D columns; cos, sin (positions, D / 4) fp32. PAIRED: two adjacent heads are one of a sequence of twice the length. SHIFT:
+the upper half of each key's columns moves to the next position (modded-nanogpt's shifted keys).
 
-A program has BR heads, one after the other in memory, in registers (BR, BC): each is read once. BC: D padded to a power of two."""
+A program has BR heads, adjacent in memory, in registers (BR, BC): each is read once. BC: D padded to a power of two."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from barellm.program.integers import ceil_div
 
 @device
 def rotate(v, cos, sin, position, mask, D: tl.constexpr, BACK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Heads v (BR, BC) with their planes, pairs of adjacent columns, rotated by the angles of `position` (BR,); planes from D / 4
-    on stay (half-truncated). BACK: by the opposite angles."""
+    """Heads v (BR, BC), whose planes (pairs of adjacent columns) are rotated by the angles of `position` (BR,), or with BACK by the
+    negative angles; planes from D / 4 on stay (half-truncated)."""
     plane = tl.arange(0, BC // 2)
-    at = position[:, None] * (D // 4) + plane[None, :]
-    turning = mask & (plane < D // 4)[None, :]
-    c, s = tl.load(cos + at, mask=turning, other=1.0), tl.load(sin + at, mask=turning, other=0.0)
+    index = position[:, None] * (D // 4) + plane[None, :]
+    rotates = mask & (plane < D // 4)[None, :]
+    c, s = tl.load(cos + index, mask=rotates, other=1.0), tl.load(sin + index, mask=rotates, other=0.0)
     if BACK:
         s = -s
     a, b = tl.split(tl.reshape(v, (BR, BC // 2, 2)))
@@ -31,8 +31,7 @@ def rotate(v, cos, sin, position, mask, D: tl.constexpr, BACK: tl.constexpr, BR:
 
 @device
 def head_indices(rows, seq, COUNT: tl.constexpr, PAIRED: tl.constexpr, BR: tl.constexpr):
-    """Of this program's heads, (BR,) each: number in the tensor, mask, row, head of the row, position in the sequence, and position
-    in the tables."""
+    """(index in the tensor, mask, row, head in the row, position in the sequence, position in the tables) of each of BR heads."""
     unit = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     row, head = unit // COUNT, (unit % COUNT).to(tl.int32)
     t = row % seq
@@ -49,7 +48,7 @@ def qk_rotary(
     EPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """y = rotated x * rstd, and rstd of each head. SHIFT: the upper half of a key is stored in the next position's row; that of the
-    last position is dropped, and the first keeps its own too."""
+    last position is dropped, and the first position keeps its own, too."""
     unit, live, row, head, t, position = head_indices(rows, seq, COUNT, PAIRED, BR)
     column = tl.arange(0, BC)
     mask = live[:, None] & (column < D)[None, :]
@@ -73,8 +72,8 @@ def qk_rotary_backward(
     X_STRIDE: tl.constexpr, DX_STRIDE: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, COUNT: tl.constexpr,
     PAIRED: tl.constexpr, SHIFT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """dx = rstd (dn - n mean(dn n)), with dn = dy rotated back and n = x rstd. SHIFT: where the forward pass stored the upper half
-    of a key, dy is read."""
+    """dx = rstd (dn - n mean(dn n)), with dn = dy rotated back and n = x rstd. SHIFT: dy is read where the forward pass stored a
+    key's upper half."""
     unit, live, row, head, t, position = head_indices(rows, seq, COUNT, PAIRED, BR)
     column = tl.arange(0, BC)
     mask = live[:, None] & (column < D)[None, :]
@@ -82,20 +81,20 @@ def qk_rotary_backward(
     if SHIFT:
         moves = (head >= HEADS)[:, None] & (column >= D // 2)[None, :]
         last, first = (t + 1 == seq)[:, None], (t == 0)[:, None]
-        given = tl.load(dy + i + tl.where(moves, COUNT * D, 0), mask=mask & ~(moves & last), other=0.0).to(tl.float32)
-        given += tl.load(dy + i, mask=mask & moves & first, other=0.0).to(tl.float32)
+        dy_head = tl.load(dy + i + tl.where(moves, COUNT * D, 0), mask=mask & ~(moves & last), other=0.0).to(tl.float32)
+        dy_head += tl.load(dy + i, mask=mask & moves & first, other=0.0).to(tl.float32)
     else:
-        given = tl.load(dy + i, mask=mask, other=0.0).to(tl.float32)
-    dn = rotate(given, cos, sin, position, live[:, None], D, True, BR, BC)
-    within = (head * D)[:, None] + column[None, :]
+        dy_head = tl.load(dy + i, mask=mask, other=0.0).to(tl.float32)
+    dn = rotate(dy_head, cos, sin, position, live[:, None], D, True, BR, BC)
+    offset = (head * D)[:, None] + column[None, :]
     inverse = tl.load(rstd + unit, mask=live, other=0.0)[:, None]
-    n = tl.load(x + row[:, None] * X_STRIDE + within, mask=mask, other=0.0).to(tl.float32) * inverse
+    n = tl.load(x + row[:, None] * X_STRIDE + offset, mask=mask, other=0.0).to(tl.float32) * inverse
     mean = tl.sum(dn * n, 1) / D
-    store_or_add(dx + row[:, None] * DX_STRIDE + within, mask, inverse * (dn - n * mean[:, None]), scalars, MODE)
+    store_or_add(dx + row[:, None] * DX_STRIDE + offset, mask, inverse * (dn - n * mean[:, None]), scalars, MODE)
 
 
 def launch(op: Any, c: Lowering, function: Any, **constants: Any) -> None:
-    """Launch one of the two kernels over all heads of op.x, with the constants that both have."""
+    """Launch one of the two kernels over all heads of op.x; `constants`: those that the other one does not have."""
     count, rows = op.heads + op.kv_heads, c.rows(op.x)
     D = int(op.x.shape[-1]) // count
     BC = max(MIN_SUM_COLUMNS, pow2(D))

@@ -19,15 +19,14 @@ def has_terms(m0, n0, BT: tl.constexpr, TERMS: tl.constexpr):
 
 @device
 def vectors_of(
-    relative, gap, BT: tl.constexpr, TERMS: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr,
+    relative, gap, BT: tl.constexpr, TERMS: tl.constexpr, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """The vectors (2 BT, DP) of the distances from gap - BT on, gap = m0 - n0; zeros for distances without a term. `relative`: of
     the head's first column."""
     w, d = tl.arange(0, 2 * BT), tl.arange(0, DP)
     row = gap - BT - TERMS[0] + w
-    at = row_pointers(relative, gap - BT - TERMS[0], w, d, C, 0)
-    return tl.load(at, mask=((row >= 0) & (row < TERMS[1]))[:, None] & (d < D)[None, :], other=0.0)
+    pointers = row_pointers(relative, gap - BT - TERMS[0], w, d, C, 0)
+    return tl.load(pointers, mask=((row >= 0) & (row < TERMS[1]))[:, None] & (d < D)[None, :], other=0.0)
 
 
 @device
@@ -46,8 +45,8 @@ def to_keys_transposed(terms, BT: tl.constexpr):
 def to_distances(ds, BT: tl.constexpr):
     """Gradients by key (BT queries, BT keys) as gradients by distance (BT queries, 2 BT), 0 where the tile has no such key."""
     key = tl.arange(0, BT)[:, None] + BT - tl.arange(0, 2 * BT)[None, :]
-    there = (key >= 0) & (key < BT)
-    return tl.where(there, tl.gather(ds, tl.where(there, key, 0), 1), 0.0)
+    in_tile = (key >= 0) & (key < BT)
+    return tl.where(in_tile, tl.gather(ds, tl.where(in_tile, key, 0), 1), 0.0)
 
 
 @device
@@ -55,8 +54,7 @@ def add_terms(
     s, queries, relative, m0, n0, TRANSPOSED: tl.constexpr, BT: tl.constexpr, TERMS: tl.constexpr,
     C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Scores s (BT queries, BT keys), or their transpose, plus their relative terms; `queries` (BT, DP). Tiles without terms skip
-    it."""
+    """Scores s (BT queries, BT keys), or TRANSPOSED, plus their relative terms; `queries` (BT, DP). Tiles without terms skip it."""
     if has_terms(m0, n0, BT, TERMS):
         vectors = vectors_of(relative, m0 - n0, BT, TERMS, C, D, DP)
         if TRANSPOSED:
@@ -68,11 +66,9 @@ def add_terms(
 
 @device
 def add_terms_dq(
-    dq, ds, relative, m0, n0, BT: tl.constexpr, TERMS: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr,
+    dq, ds, relative, m0, n0, BT: tl.constexpr, TERMS: tl.constexpr, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """dq (BT, DP) plus what the relative terms contribute: the scores' gradient ds (BT, BT) times the vectors of their
-    distances."""
+    """dq (BT, DP) plus the relative terms' part: the scores' gradient ds (BT, BT) times the vectors of the distances."""
     if has_terms(m0, n0, BT, TERMS):
         vectors = vectors_of(relative, m0 - n0, BT, TERMS, C, D, DP)
         dq = tl.dot(to_distances(ds, BT).to(vectors.dtype), vectors, dq, input_precision="ieee")

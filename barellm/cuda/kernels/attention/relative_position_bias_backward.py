@@ -1,9 +1,9 @@
 """The gradient of the relative terms' vectors in block-sparse attention. Shapes as in relative_position_bias.py.
 
-A program has one gap, in tiles, between a tile of queries and one of keys, and looks through the layout for tiles that far apart.
-It has the sums of 2 BT distances, the lower half of which the program of the gap before has too. Each half goes to partials of its
-own, (slices, 2, M, H * D), which are added in order, so no program adds to another's sums. It does 10 BT^2 D operations for each
-tile that it finds, for it computes the scores and their gradient again."""
+A program has one gap, in tiles, between a tile of queries and one of keys, and searches the layout for tiles that far apart. It has
+the sums of 2 BT distances, the lower half of which the program of the gap before has, too. Each half goes to partials of its own,
+(slices, 2, M, H * D), which are added in order, so no program adds to another's sums. It does 10 BT^2 D operations for each tile
+that it finds, because it recomputes the scores and their gradient."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def kind_of_block(rows, row, key, LAYOUT: tl.constexpr, LONGEST: tl.constexpr):
     """The kind of the block of keys `key` in list `row` of the table `rows` (block_sparse_attention.py); -1 if it is not listed.
     All entries, LONGEST at most, are compared at once."""
     begin, end = tl.load(rows + row), tl.load(rows + row + 1)
-    at = rows + LAYOUT[1] + 1 + begin + tl.arange(0, LONGEST)
+    pointers = rows + LAYOUT[1] + 1 + begin + tl.arange(0, LONGEST)
     inside = begin + tl.arange(0, LONGEST) < end
-    match = tl.load(at, mask=inside, other=-1) == key
-    return tl.sum(tl.where(match, tl.load(at + LAYOUT[2], mask=match, other=0) + 1, 0), 0) - 1
+    match = tl.load(pointers, mask=inside, other=-1) == key
+    return tl.sum(tl.where(match, tl.load(pointers + LAYOUT[2], mask=match, other=0) + 1, 0), 0) - 1
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """A `Size`: the number of tiles of `tile` queries of all sequences; `chunk` of them make a slice."""
+    """A function of the run's sizes: the number of tiles of `tile` queries of all sequences; `chunk` of them make a slice."""
 
     batch: Count
     length: Count
@@ -97,20 +97,20 @@ def block_sparse_attention_drelative(
                 s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
                 s += to_keys(tl.dot(queries, tl.trans(vectors), input_precision="ieee"), BT)
                 lse, delta, _ = stats_of(stats + STATS * ((sequence * H + head).to(tl.int64) * seq), m0, seq, False, BT)
-                sees = is_visible(masks, kind, (m0 % BLOCK + index)[:, None], (n0 % BLOCK + index)[None, :], BLOCK)
-                p = tl.where(sees, tl.math.exp2(s * SCALE_LOG2 - lse[:, None]), 0.0)
+                visible = is_visible(masks, kind, (m0 % BLOCK + index)[:, None], (n0 % BLOCK + index)[None, :], BLOCK)
+                p = tl.where(visible, tl.math.exp2(s * SCALE_LOG2 - lse[:, None]), 0.0)
                 dp = tl.dot(do, tl.trans(values), input_precision="ieee")
                 distance_grads = to_distances(p * (dp - delta[:, None]), BT).to(queries.dtype)
                 total = tl.dot(tl.trans(distance_grads), queries, total, input_precision="ieee")
     w, d = tl.arange(0, 2 * BT), tl.arange(0, DP)
     row = (gap - 1) * BT - TERMS[0] + w  # of the relative vectors; the half w // BT has its own partials
-    at = (2 * slice + w // BT).to(tl.int64) * (TERMS[1] * C) + row * C + head * D
+    offset = (2 * slice + w // BT).to(tl.int64) * (TERMS[1] * C) + row * C + head * D
     inside = ((row >= 0) & (row < TERMS[1]))[:, None] & (d < D)[None, :]
-    tl.store(partials + at[:, None] + d[None, :], total * SOFTMAX_SCALE, mask=inside)
+    tl.store(partials + offset[:, None] + d[None, :], total * SOFTMAX_SCALE, mask=inside)
 
 
 def append_drelative(c: Lowering, op: Any, tile: AttentionConfig, operands: dict[str, Any], constants: dict[str, Any]) -> None:
-    """Append drelative (M, H * D) of an op: `block_sparse_attention_drelative` by square tiles, then the sum of its partials. Of
+    """Launch drelative (M, H * D) of an op: `block_sparse_attention_drelative` by square tiles, then the sum of its partials. With
     heads wider than 64 columns, tiles larger than 16 spill. `operands`, `constants`: those of dq's kernel."""
     BT = tile.keys if constants["HEADS"][3] <= 64 else min(tile.keys, 16)
     first, last = op.distances
@@ -120,8 +120,7 @@ def append_drelative(c: Lowering, op: Any, tile: AttentionConfig, operands: dict
     partials = c.scratch("partials", (count.most(planned), 2, op.relative.size))
     longest = padded_head_size(int(np.diff(op.layout.offsets, axis=1).max()))
     c.launch(
-        block_sparse_attention_drelative,
-        operands | {"partials": partials, "chunk": count.chunk, "count": count},
+        block_sparse_attention_drelative, operands | {"partials": partials, "chunk": count.chunk, "count": count},
         constants | {"LEAST": gaps.start, "LONGEST": longest, "BT": BT},
         grid=lambda s: (len(gaps), op.heads, count.halves(s) // 2), writes="partials", **options(tile),
     )  # fmt: skip

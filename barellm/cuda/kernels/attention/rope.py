@@ -1,8 +1,6 @@
-"""Rotary position embedding (RoPE) of packed heads. Shapes: x, y (batch, seq, W); cos, sin (maxT, HALF) fp32; HALF is half a head's
-columns.
-
-A plane is a pair of columns, HALF apart in one head, that is rotated. x and y are moved once; the tables' rows come from the
-caches."""
+"""Rotary position embedding (RoPE, Su et al. 2021) of packed heads. Shapes: x, y (batch, seq, W); cos, sin (maxT, HALF) fp32; HALF
+is half a head's columns. A plane is a pair of columns of one head, HALF apart, that is rotated. x and y are moved once; tables are
+cached."""
 
 from __future__ import annotations
 
@@ -18,13 +16,12 @@ WIDE = 256  # planes, or columns that pass through, of one program's row
 
 @device
 def rope(
-    y, x, cos, sin, scalars, rows, seq,
-    W: tl.constexpr, ROTARY_DIM: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr,
+    y, x, cos, sin, scalars, rows, seq, W: tl.constexpr, ROTARY_DIM: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the first ROTARY_DIM columns (whole heads) of each row by the angles of its position pos + t; the columns behind pass
-    through. INVERSE: the other way round, for the gradient. Grid: blocks of BR rows; blocks of BC planes, then of BC columns
-    behind."""
+    """Rotate the first ROTARY_DIM columns (complete heads) of each row by the angles of its position pos + t, and copy the other
+    columns. INVERSE: by the negative angles, for the gradient. Grid: blocks of BR rows; blocks of BC planes, then of BC columns to
+    copy."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     live = (row < rows)[:, None]
     PLANES: tl.constexpr = ROTARY_DIM // 2
@@ -59,6 +56,5 @@ def lower_rope(op: Any, c: Lowering) -> None:
     c.launch(
         rope, {"y": op.y, "x": op.x, "cos": op.cos, "sin": op.sin, "rows": rows, "seq": lambda s: s.seq},
         constants | {"MODE": mode(op, "y")},
-        grid=lambda s: (ceil_div(rows(s), BR), ceil_div(rotary_dim // 2, BC) + ceil_div(W - rotary_dim, BC)),
-        writes="y",
+        grid=lambda s: (ceil_div(rows(s), BR), ceil_div(rotary_dim // 2, BC) + ceil_div(W - rotary_dim, BC)), writes="y",
     )  # fmt: skip

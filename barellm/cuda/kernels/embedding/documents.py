@@ -20,36 +20,36 @@ TOKEN_FACTOR, BEFORE_FACTOR = (constant(factor) for factor in HASH)
 )  # fmt: skip
 @device
 def bigram_ids(ids, tokens, units, seq, MODULUS: tl.constexpr, RESERVED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """ids = (token * TOKEN_FACTOR xor token before * BEFORE_FACTOR) mod MODULUS, in i32 with wrap-around; MODULUS, the last bucket,
-    at the first position of a row. RESERVED: there the id of position 1 is hashed as if MODULUS came before."""
+    """ids = (token * TOKEN_FACTOR xor previous token * BEFORE_FACTOR) mod MODULUS, in i32 with wrap-around; MODULUS, the last
+    bucket, at the first position of a row. RESERVED: at position 1 the previous token counts as MODULUS."""
     i, mask = flat_indices(units, UNIT, BLOCK)
     inner = mask & (i % seq != 0)
-    own = tl.load(tokens + i, mask=mask, other=0) * TOKEN_FACTOR
+    current = tl.load(tokens + i, mask=mask, other=0) * TOKEN_FACTOR
     before = tl.load(tokens + i - 1, mask=inner, other=0)
     if RESERVED:
         before = tl.where(i % seq == 1, MODULUS, before)
-    hashed = (own ^ (before * BEFORE_FACTOR)) % MODULUS
+    hashed = (current ^ (before * BEFORE_FACTOR)) % MODULUS
     hashed = tl.where(hashed < 0, hashed + MODULUS, hashed)  # % has the sign of the dividend
     tl.store(ids + i, tl.where(inner, hashed, MODULUS), mask=mask)
 
 
 @device
 def cu_seqlens(cu_seqlens, tokens, seq, SEPARATOR: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    """cu_seqlens of one row: a document begins at position 0 and at each later SEPARATOR. A program goes through its row BLOCK
-    tokens at a time, because a document's slot is the number of those that begin before it."""
+    """cu_seqlens of one row: a document begins at position 0 and at each later SEPARATOR; slots that are left get seq. A program
+    goes through its row BLOCK tokens at a time, because a document's slot is the number of those that begin before it."""
     row = tl.program_id(0).to(tl.int64)
-    of, to = tokens + row * seq, cu_seqlens + row * SLOTS
-    found = 1
+    row_tokens, boundaries = tokens + row * seq, cu_seqlens + row * SLOTS
+    count = 1
     for begin in range(0, seq, BLOCK):
         t = begin + tl.arange(0, BLOCK)
-        begins = (tl.load(of + t, mask=t < seq, other=0) == SEPARATOR) & (t > 0) & (t < seq)
-        place = found + tl.cumsum(begins.to(tl.int32), 0) - 1
-        tl.store(to + place, t, mask=begins)
-        found += tl.sum(begins.to(tl.int32), 0)
+        begins = (tl.load(row_tokens + t, mask=t < seq, other=0) == SEPARATOR) & (t > 0) & (t < seq)
+        slots = count + tl.cumsum(begins.to(tl.int32), 0) - 1
+        tl.store(boundaries + slots, t, mask=begins)
+        count += tl.sum(begins.to(tl.int32), 0)
     for begin in range(0, SLOTS, BLOCK):
         slot = begin + tl.arange(0, BLOCK)
-        tl.store(to + slot, slot * 0 + seq, mask=(slot >= found) & (slot < SLOTS))
-    tl.store(to, 0)
+        tl.store(boundaries + slot, slot * 0 + seq, mask=(slot >= count) & (slot < SLOTS))
+    tl.store(boundaries, 0)
 
 
 @lowering("cu_seqlens", also=dict.fromkeys(("cu_seqlens", "tokens"), "i32"))
@@ -64,14 +64,14 @@ def document_starts(starts, cu_seqlens, seq, parts, SLOTS: tl.constexpr, BITS: t
     binary search over BITS bits of the slot."""
     row = (tl.program_id(0) // parts).to(tl.int64)
     t = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
-    of = cu_seqlens + row * SLOTS
+    boundaries = cu_seqlens + row * SLOTS
     slot = tl.zeros((BLOCK,), tl.int32)
     for bit in tl.static_range(BITS):
-        further = slot + (1 << (BITS - 1 - bit))
-        inside = further < SLOTS
-        begun = inside & (tl.load(of + further, mask=inside, other=0) <= t)
-        slot = tl.where(begun, further, slot)
-    tl.store(starts + row * seq + t, tl.load(of + slot), mask=t < seq)
+        next_slot = slot + (1 << (BITS - 1 - bit))
+        inside = next_slot < SLOTS
+        begun = inside & (tl.load(boundaries + next_slot, mask=inside, other=0) <= t)
+        slot = tl.where(begun, next_slot, slot)
+    tl.store(starts + row * seq + t, tl.load(boundaries + slot), mask=t < seq)
 
 
 @lowering("document_starts", also=dict.fromkeys(("starts", "cu_seqlens", "tokens"), "i32"))

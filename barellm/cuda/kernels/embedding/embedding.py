@@ -47,8 +47,7 @@ def lower_embedding(op: Any, c: Lowering) -> None:
 
 @device
 def embedding_dwpe(
-    dweight, dy, scalars, rows, batch, seq,
-    C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
+    dweight, dy, scalars, rows, batch, seq, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """The gradient of position embeddings: dweight[t] = sum of dy[:, t] over the batch in order; zero beyond the sequence. `rows`:
     those of dweight; a block (BR, BC) of it for each program."""
@@ -77,21 +76,20 @@ def sort_blocks(keys, tokens, n, BLOCK: tl.constexpr):
 
 @device
 def count_below(keys, key, first, last, steps):
-    """How many of the sorted keys [first, last) are less than each `key`, by binary search in `steps`: 2^steps is more than last -
-    first."""
+    """How many of the sorted keys [first, last) are less than each `key`, by binary search in `steps`: 2^steps > last - first."""
     low, high = first, last
     for _ in range(0, steps):
         middle = (low + high) // 2
         unfinished = low < high
-        less = tl.load(keys + middle, mask=unfinished, other=0) < key
-        low = tl.where(unfinished & less, middle + 1, low)
-        high = tl.where(unfinished & (less == 0), middle, high)
+        is_below = tl.load(keys + middle, mask=unfinished, other=0) < key
+        low = tl.where(unfinished & is_below, middle + 1, low)
+        high = tl.where(unfinished & (is_below == 0), middle, high)
     return low - first
 
 
 @device
 def merge_runs(merged, keys, n, run, steps, BLOCK: tl.constexpr):
-    """Merge neighbouring runs of `run` sorted keys into `merged`: a key's place is its place in its own run plus the number of keys
+    """Merge neighbouring runs of `run` sorted keys into `merged`: a key's position is that in its own run plus the number of keys
     below it in the other run. A program does BLOCK keys."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
@@ -105,11 +103,10 @@ def merge_runs(merged, keys, n, run, steps, BLOCK: tl.constexpr):
 
 @device
 def add_token_rows(
-    dweight, partials, keys, dy, scalars, n,
-    C: tl.constexpr, STEPS: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
+    dweight, partials, keys, dy, scalars, n, C: tl.constexpr, STEPS: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Sums of dy's rows by token, for STEPS sorted keys and a block of columns. A token whose keys are all here goes to dweight.
-    partials (programs, 2, C): the sum of a token that began before the first key, and of one that goes on behind the last; of one
+    """Sum dy's rows by token, for STEPS sorted keys and a block of columns. A token all of whose keys are here goes to dweight.
+    partials (programs, 2, C): the sum of a token that began before the first key, and of one that continues after the last; of one
     that does both only the first."""
     begin = tl.program_id(0) * STEPS
     end = tl.minimum(begin + STEPS, n)
@@ -140,8 +137,8 @@ def join_token_rows(
     dweight, partials, keys, scalars, n, steps,
     C: tl.constexpr, STEPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """dweight of a token whose keys span programs, by the program in which it began: the sum of its partials, BR at a time, in the
-    order of the programs."""
+    """dweight of a token whose keys span programs, by the program in which it began: the sum of its partials, in order, BR at a
+    time."""
     program = tl.program_id(0)
     last = program * STEPS + STEPS - 1
     token = tl.load(keys + last, mask=last < n, other=-1) >> 32
@@ -163,22 +160,20 @@ def join_token_rows(
 
 @device
 def clear_absent_tokens(
-    dweight, keys, scalars, rows, n, steps,
-    C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
+    dweight, keys, scalars, rows, n, steps, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Zeros in the rows of dweight (rows, C) of tokens that do not occur, unless the run adds to dweight."""
+    """Store zeros in the rows of dweight (rows, C) of tokens that do not occur, unless the run adds to dweight."""
     row, column, mask = tile_indices(rows, C, BR, BC)
     first = tl.zeros((BR,), tl.int32)
-    at = count_below(keys, row << 32, first, first + n, steps)
-    found = tl.load(keys + at, mask=at < n, other=-1) >> 32
+    index = count_below(keys, row << 32, first, first + n, steps)
+    token = tl.load(keys + index, mask=index < n, other=-1) >> 32
     zeros = tl.zeros((BR, BC), tl.float32)
-    store_or_add(dweight + row[:, None] * C + column[None, :], mask & (found != row)[:, None], zeros, scalars, MODE)
+    store_or_add(dweight + row[:, None] * C + column[None, :], mask & (token != row)[:, None], zeros, scalars, MODE)
 
 
 @lowering("embedding_dwte", starts="dweight", also={"tokens": "i32"})
 def lower_embedding_dwte(op: Any, c: Lowering) -> None:
-    """Sort the keys in blocks, merge them until they are one run, clear the rows of absent tokens, then sum by token in two
-    launches."""
+    """Launch: sort the keys in blocks, merge them into one run, clear the rows of absent tokens, sum by token in two steps."""
     tokens, C, dweight_mode = op.tokens, int(op.dy.shape[-1]), mode(op, "dweight")
     max_tokens, n = tokens.size, c.elements(tokens)
     steps = max_tokens.bit_length() + 1

@@ -16,8 +16,8 @@ from barellm.cuda.lang import device, tl
 
 @device
 def row_offsets(at, row, N, STRIDE: tl.constexpr):
-    """Offsets of the elements `at` (BM, BN) of a contiguous matrix (M, N), which are in rows `row` (BM,), in one whose rows are
-    STRIDE elements apart."""
+    """Offsets `at` (BM, BN) of elements of a contiguous matrix (M, N), whose rows are `row` (BM,), changed to those in a matrix
+    whose rows are STRIDE elements apart (None: contiguous)."""
     if STRIDE is not None:
         at += row.to(tl.int64)[:, None] * (STRIDE - N)
     return at
@@ -25,8 +25,7 @@ def row_offsets(at, row, N, STRIDE: tl.constexpr):
 
 @device
 def epilogue_tile(
-    out, pre, bias, other, scalars, acc, m0, n0, at, M, N,
-    EPILOGUE: tl.constexpr, MODE: tl.constexpr, SUBTILES: tl.constexpr,
+    out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE: tl.constexpr, MODE: tl.constexpr, SUBTILES: tl.constexpr,
     OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Epilogue of the accumulators (BM, BN) of the tile at (m0, n0), whose first element is number `at`. It is done in SUBTILES (a
@@ -53,8 +52,7 @@ def epilogue_subtile(
     out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
     OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue and store of accumulators (BM, BN) fp32 whose first element is (m0, n0), number `at`; what is beyond (M, N) is
-    masked."""
+    """Epilogue and store of accumulators (BM, BN) fp32 whose first element is (m0, n0), number `at`, masked to (M, N)."""
     m, n = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
     n_in = n < N - n0
     mask = (m < M - m0)[:, None] & n_in[None, :]
@@ -65,11 +63,11 @@ def epilogue_subtile(
         tl.store(pre + row_offsets(at, m0 + m, N, PRE_STRIDE), acc, mask=mask)
         acc = value_of(acc, EPILOGUE)
     elif other is not None:
-        read = tl.load(other + row_offsets(at, m0 + m, N, OTHER_STRIDE), mask=mask, other=0.0).to(tl.float32)
+        operand = tl.load(other + row_offsets(at, m0 + m, N, OTHER_STRIDE), mask=mask, other=0.0).to(tl.float32)
         if EPILOGUE == "residual":
-            acc += read
+            acc += operand
         else:
-            acc *= slope_of(read, EPILOGUE)
+            acc *= slope_of(operand, EPILOGUE)
     store_or_add(out + row_offsets(at, m0 + m, N, OUT_STRIDE), mask, acc, scalars, MODE)
 
 

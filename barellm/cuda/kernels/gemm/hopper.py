@@ -131,7 +131,7 @@ def launch_gemm(
     bias: Any = None, residual: Any = None, pre: Any = None, epilogue: str = "", mode: int = MODES["store"],
     dbias: Tensor | None = None, dbias_mode: int = MODES["store"],
 ) -> None:  # fmt: skip
-    """Append one GEMM that `fits`; its arguments are those of `matmul.append_gemm`. `dbias` (N), of "tn": the row sums of a, from
+    """Launch one GEMM that `fits`; its arguments are those of `matmul.append_gemm`. `dbias` (N), of "tn": the row sums of a, from
     the tiles that are multiplied, written as `dbias_mode` says. The result is (height, width) over `depth`, at most."""
     height, width, depth = _sizes(gemm_kind, most, N, K)
     default_n = gemm_config.select_tile_n(gemm_kind, height, width, depth)
@@ -181,7 +181,7 @@ def _sizes(gemm_kind: str, most: int, N: int, K: int) -> tuple[int, int, int]:
 
 
 def _map(value: Any, rows: Size | int, columns: int, box: tuple[int, int]) -> TensorMap:
-    """The tensor map of an operand (rows, columns), whose rows may be those of a view, in boxes of (rows, columns)."""
+    """The tensor map of an operand (rows, columns), maybe a view, in boxes of (rows, columns)."""
     region, dtype = operand_of(value)
     return TensorMap(region, dtype, rows, columns, box, view_stride(value) or columns)
 
@@ -193,7 +193,7 @@ def _subtile_box(value: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Times:
-    """A `Size` times a number."""
+    """A function of the run's sizes: a `Size` times a number."""
 
     size: Size
     factor: int

@@ -68,8 +68,7 @@ def tile_at(w, tiles, sizes, TILE_N: gl.constexpr):
 
 @gluon
 def producer(a_map, b_map, pipeline, sizes, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, TILE_N: gl.constexpr):
-    """The producer warp: TMA loads of a (two boxes of WG_M rows) and b into every free stage, also of the next tile during this
-    one's epilogue."""
+    """The producer warp: TMA loads of a (two boxes of WG_M rows) and b into every free stage, ahead into the next tile."""
     a_ring, b_ring, full, empty = pipeline
     STAGES: gl.constexpr = full.shape[0]
     NBYTES: gl.constexpr = 2 * a_map.block_type.nbytes + b_map.block_type.nbytes
@@ -189,8 +188,7 @@ def smem_operands(pipeline, i, WG: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_T
 
 @gluon
 def consumer_release(empty, stagger, i, another, WG: gl.constexpr):
-    """When the wgmma of step i is issued, that of step i - 1 is done: arrive at its stage's empty barrier, if it is `another` step
-    of the same tile."""
+    """When wgmma i is issued, i - 1 is done: arrive at its stage's empty barrier, if it is of the same tile (`another`)."""
     STAGES: gl.constexpr = empty.shape[0]
     hopper.mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), pred=another)
     if WG == 0:

@@ -101,27 +101,27 @@ def append_gemm(
     c: Lowering, gemm_kind: str, *, out: Any, a: Any, b: Any, rows: Size, most: int, N: int, K: int,
     bias: Any = None, residual: Any = None, pre: Any = None, epilogue: str = "", mode: int = MODES["store"],
 ) -> None:  # fmt: skip
-    """Append one GEMM, by the first of skinny_gemm, cuBLASLt, hopper_gemm and this kernel that takes it. The weight is (N, K); an
+    """Launch one GEMM, by the first of skinny_gemm, cuBLASLt, hopper_gemm and this kernel that takes it. The weight is (N, K); an
     operand is a Tensor or (Region, dtype).
 
-    "nt"  out (rows, N) = a (rows, K) b^T, b (N, K), plus `bias` (N). `epilogue` an activation: `pre` (rows, N) gets the
-          pre-activation and out the activation; "residual": out is `residual` (rows, N) plus it
-    "nn"  out (rows, K) = a (rows, N) b, b (N, K)
-    "tn"  out (N, K) fp32 = a^T b of a (rows, N), b (rows, K): the sum over rows
+        "nt"  out (rows, N) = a (rows, K) b^T, b (N, K), plus `bias` (N). `epilogue` an activation: `pre` (rows, N) gets the
+              pre-activation and out the activation; "residual": out is `residual` (rows, N) plus it
+        "nn"  out (rows, K) = a (rows, N) b, b (N, K)
+        "tn"  out (N, K) fp32 = a^T b of a (rows, N), b (rows, K): the sum over rows
 
     With an activation's derivative ("gelu_backward", ...) as `epilogue` of "nt" or "nn", out is multiplied by it at `pre`."""
-    given = {"out": out, "a": a, "b": b, "rows": rows, "most": most, "N": N, "K": K}
-    given |= {"bias": bias, "residual": residual, "pre": pre, "epilogue": epilogue, "mode": mode}
+    arguments = {"out": out, "a": a, "b": b, "rows": rows, "most": most, "N": N, "K": K}
+    arguments |= {"bias": bias, "residual": residual, "pre": pre, "epilogue": epilogue, "mode": mode}
     if gemm_kind == "nt" and skinny_gemm.fits(c, most=most, K=K):  # and a second launch below
-        skinny_gemm.launch_gemm(c, **given)
+        skinny_gemm.launch_gemm(c, **arguments)
         if most <= gemm_config.SKINNY_M:
             return
-        given["rows"] = rows = skinny_gemm.RowsUnlessSkinny(rows)
-    if cublaslt.fits(c, **given):
-        cublaslt.append(c, gemm_kind, **given)
+        arguments["rows"] = rows = skinny_gemm.RowsUnlessSkinny(rows)
+    if cublaslt.fits(c, **arguments):
+        cublaslt.append(c, gemm_kind, **arguments)
         return
-    if hopper.fits(c, gemm_kind, **given):
-        hopper.launch_gemm(c, gemm_kind, **given)
+    if hopper.fits(c, gemm_kind, **arguments):
+        hopper.launch_gemm(c, gemm_kind, **arguments)
         return
     dtype = a[1] if isinstance(a, tuple) else a.dtype
     if gemm_kind == "tn":
@@ -210,11 +210,11 @@ def lower_weight_gradient(op: Any, c: Lowering) -> None:
 def lower_weight_and_bias_gradient(op: Any, c: Lowering) -> None:
     """On Hopper the bias's gradient (column sums of dy) comes from the tiles of dy that are in shared memory for the weight
     gradient; elsewhere it is a pass of its own."""
-    given = _gradient_of(op, c)
-    if hopper.fits(c, "tn", **given) and not cublaslt.fits(c, **given):
-        hopper.launch_gemm(c, "tn", **given, dbias=op.dbias, dbias_mode=mode(op, "dbias"))
+    arguments = _gradient_of(op, c)
+    if hopper.fits(c, "tn", **arguments) and not cublaslt.fits(c, **arguments):
+        hopper.launch_gemm(c, "tn", **arguments, dbias=op.dbias, dbias_mode=mode(op, "dbias"))
         return
-    append_gemm(c, "tn", **given)
+    append_gemm(c, "tn", **arguments)
     lower_sums(c, bias_grad_partials, op.dy, {"dy": op.dy}, ["dbias"])
 
 

@@ -36,26 +36,26 @@ BLOCKS_DEQUANTIZED = 64  # of a tile, by one program
 
 @device
 def code_value(words, NIBBLE: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr):
-    """The fp32 value, without its scale, of one 4-bit code of each word: n - 8, or element n of the table T0 to T3. NIBBLE: its
-    number in the order in which `quantized_skinny_gemm` takes them, four of the lower column, then four of the upper one."""
-    place: tl.constexpr = NIBBLE % 4 * 4 + NIBBLE // 4 * 16  # the code's lowest bit in the word
+    """The fp32 value, without its scale, of one 4-bit code of each word: n - 8, or element n of the table T0 to T3. NIBBLE: the
+    code's index in the order in which `quantized_skinny_gemm` takes them, four of the lower column, then four of the upper one."""
+    lowest_bit: tl.constexpr = NIBBLE % 4 * 4 + NIBBLE // 4 * 16  # the code's lowest bit in the word
     if T0 is not None:
-        n = (words >> place) & 15
+        n = (words >> lowest_bit) & 15
         four = tl.where(n < 8, tl.where(n < 4, T0, T1), tl.where(n < 12, T2, T3)).to(tl.int64)
         bits = (four >> ((n & 3) * 16).to(tl.int64)).to(tl.int32) << 16
         value = bits.to(tl.float32, bitcast=True)
-    elif place <= 16:  # among the 23 mantissa bits: beside the exponent of 2^(23 - place), bit `place` counts 1
-        bits = words & (15 << place) | ((150 - place) << 23)
-        value = bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - place) + 8)
+    elif lowest_bit <= 16:  # among the 23 mantissa bits: beside the exponent of 2^(23 - place), bit `lowest_bit` counts 1
+        bits = words & (15 << lowest_bit) | ((150 - lowest_bit) << 23)
+        value = bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - lowest_bit) + 8)
     else:  # above them: shifted down by 12 first
-        bits = (words >> 12) & (15 << (place - 12)) | ((162 - place) << 23)
-        value = bits.to(tl.float32, bitcast=True) - (2.0 ** (35 - place) + 8)
+        bits = (words >> 12) & (15 << (lowest_bit - 12)) | ((162 - lowest_bit) << 23)
+        value = bits.to(tl.float32, bitcast=True) - (2.0 ** (35 - lowest_bit) + 8)
     return value
 
 
 @device
 def power_of_two(exponents):
-    """2^n in fp32 of integers n in fp16, which the last row of scales has: n + 127 is the exponent field."""
+    """2^n in fp32 of the fp16 integers n in the last row of scales: n + 127 is the exponent field."""
     return ((exponents.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -125,15 +125,14 @@ def quantized_skinny_gemm(
 
 @device
 def sum_columns(products, ELEMENTS: tl.constexpr, PAIRS: tl.constexpr):
-    """Sums (columns,) of products (blocks, words) over blocks and over the words of a block that have the same column: ELEMENTS of
-    them. PAIRS 1 (8-bit codes): 4 columns, words of one column 4 apart. PAIRS 2 (4-bit codes): 8 column pairs, words of one 2
-    apart."""
+    """Sums (columns,) of products (blocks, words) over the blocks and over the ELEMENTS words of a block that have the same column.
+    PAIRS 1 (8-bit codes): 4 columns, their words 4 apart. PAIRS 2 (4-bit codes): 8 column pairs, their words 2 apart."""
     sums = tl.sum(products, 0)
     if PAIRS == 1:
-        found = tl.sum(tl.reshape(sums, (ELEMENTS, 4)), 0)
+        result = tl.sum(tl.reshape(sums, (ELEMENTS, 4)), 0)
     else:
-        found = tl.sum(tl.reshape(sums, (4, ELEMENTS, PAIRS)), 1)
-    return found
+        result = tl.sum(tl.reshape(sums, (4, ELEMENTS, PAIRS)), 1)
+    return result
 
 
 @device
@@ -181,7 +180,7 @@ def constants_of(quantization: Scheme, N: int, K: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GridIfRows:
-    """A grid of so many programs, empty in runs in which `rows` is 0."""
+    """A grid of `programs` programs, empty in runs in which `rows` is 0."""
 
     rows: Size
     programs: int
@@ -196,8 +195,8 @@ def words_of(codes: Any) -> tuple[Region, str]:
 
 
 def append_dequantize(c: Lowering, op: Any, rows: Size) -> tuple[Region, str]:
-    """Append the dequantization of an op's weight, in runs in which `rows` is not 0, to scratch (N, K) in the dtype of x; gives
-    that as the operand of a GEMM."""
+    """Launch the dequantization of an op's weight, in runs in which `rows` is not 0. Returns the operand (N, K), in the dtype of
+    x."""
     quantization, N, K, dtype = scheme(op.weights), int(op.columns), int(op.x.shape[-1]), op.x.dtype
     out = part(c.scratch("weight", (N, K), dtype)), dtype
     constants = constants_of(quantization, N, K)
@@ -209,8 +208,8 @@ def append_dequantize(c: Lowering, op: Any, rows: Size) -> tuple[Region, str]:
 
 @lowering("quantized_product", "quantized_matmul", also={"codes": "u4 i8"}, views="x y residual")
 def lower_quantized(op: Any, c: Lowering) -> None:
-    """A matmul with quantized weights and its epilogue: one launch for runs of up to SKINNY_M rows, and where there may be more a
-    dequantization and a GEMM, empty in those runs."""
+    """Launch a matmul with quantized weights and its epilogue: one launch for runs of up to SKINNY_M rows, and if there may be more
+    a dequantization and a GEMM, empty in those runs."""
     quantization, N, K = scheme(op.weights), int(op.columns), int(op.x.shape[-1])
     epilogue = "".join(name for name in op.attrs.get("epilogues", ()) if name != "bias")
     rows, most = c.rows(op.x), op.x.size // K

@@ -112,8 +112,7 @@ def quantized_mma(
     X_STRIDE in words."""
     # Axes of the sums: (warp, odd column, pair of columns, lane of four, one of two rows): a thread has four sums.
     SUMS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 0, 0, 1], [0, 1, 0, 0, 0]],
-        [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]],
+        [[0, 0, 0, 0, 1], [0, 1, 0, 0, 0]], [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]],
         [[1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]], [], [WARPS, 2, 8, 4, 2],
     )  # fmt: skip
     WORD: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -167,8 +166,7 @@ def quantized_mma(
 def dequantize_mma(words, pairs, sums, FP16: gl.constexpr, NF4: gl.constexpr):
     """Dequantize the codes of two blocks and multiply by mma.m16n8k16: sums (WARPS, 2, 8, 4, 2) fp32 plus the dot products of words
     of codes (32 WARPS,) and pairs of x (64 WARPS,). To be one elementwise inline assembly of four elements, `pack`, all operands
-    are broadcast to the layout of the sums: each thread's registers already hold what the mma takes, so no conversion moves
-    data."""
+    are broadcast to the layout of the sums: each thread's registers already hold what the mma takes, so no data moves."""
     SUMS_LAYOUT: gl.constexpr = sums.type.layout
     words = gl.convert_layout(words.reshape([WARPS, 1, 8, 4, 1]), SUMS_LAYOUT, assert_trivial=True)
     pairs = gl.convert_layout(pairs.reshape([WARPS, 1, 8, 4, 2]), SUMS_LAYOUT, assert_trivial=True)
@@ -194,8 +192,8 @@ def fits(quantization: Scheme, x: Any) -> bool:
 
 
 def launch(c: Lowering, op: Any, quantization: Scheme, operands: dict[str, Any], grid: Any, *, epilogue: str, mode: int) -> None:
-    """Append the GEMM of an op whose weight is quantized by the scheme `quantization`. `operands`, `grid`: those of
-    `quantized_skinny_gemm`, in whose place it comes."""
+    """Launch the GEMM of an op whose weight is quantized by the scheme `quantization`. `operands`, `grid`: those of
+    `quantized_skinny_gemm`, which it replaces."""
     N, K = int(op.columns), int(op.x.shape[-1])
     stride = {name: view_stride(operands[name]) or N for name in ("out", "pre", "other") if operands[name] is not None}
     constants = {

@@ -43,7 +43,7 @@ def skinny_gemm(
 
 @dataclass(frozen=True)
 class RowsIfSkinny:
-    """A `Size`: the rows if they are at most SKINNY_M, else 0."""
+    """A function of the run's sizes: the rows if they are at most SKINNY_M, else 0."""
 
     rows: Size
 
@@ -54,7 +54,7 @@ class RowsIfSkinny:
 
 @dataclass(frozen=True)
 class RowsUnlessSkinny:
-    """A `Size`: the rows if they are more than SKINNY_M, else 0."""
+    """A function of the run's sizes: the rows if they are more than SKINNY_M, else 0."""
 
     rows: Size
 
@@ -64,7 +64,7 @@ class RowsUnlessSkinny:
 
 
 def fits(c: Lowering, *, most: int, K: int) -> bool:
-    """Whether y = x weight^T gets this kernel, for its runs of at most SKINNY_M rows: where there are no others (`most`), and in
+    """Whether y = x weight^T takes this kernel, for its runs of at most SKINNY_M rows: if there are no others (`most`), and in
     programs with a KV cache, which decode."""
     return (most <= gemm_config.SKINNY_M or c.decodes) and K <= gemm_config.SKINNY_MAX_K
 
@@ -73,7 +73,7 @@ def launch_gemm(
     c: Lowering, *, out: Any, a: Any, b: Any, rows: Size, N: int, K: int, bias: Any = None, residual: Any = None,
     pre: Any = None, epilogue: str = "", mode: int = MODES["store"], **_: Any,
 ) -> None:  # fmt: skip
-    """Append what `matmul.append_gemm` means by gemm_kind "nt", with an empty grid in runs of more than SKINNY_M rows."""
+    """Launch what `matmul.append_gemm` means by gemm_kind "nt", with an empty grid in runs of more than SKINNY_M rows."""
     skinny_rows, BK = RowsIfSkinny(rows), max(pow2(K), MIN_SUM_COLUMNS)
     BN, warps = gemm_config.skinny_tile(BK)
     pre_out, other = epilogue_operands(pre, residual, epilogue)

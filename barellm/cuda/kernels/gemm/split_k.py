@@ -29,8 +29,8 @@ def split_k_reduce(out, partials, scalars, n: tl.constexpr, count, MODE: tl.cons
 
 @dataclass(frozen=True)
 class SplitK:
-    """A `Size`: the tokens of each split-K slice of a weight gradient whose result has `tiles` tiles; a multiple of 64 (TILE_K),
-    the last slice shorter. `rows`: tokens of the run."""
+    """A function of the run's sizes: the tokens of each split-K slice of a weight gradient whose result has `tiles` tiles; a
+    multiple of 64 (TILE_K), the last slice shorter. `rows`: tokens of the run."""
 
     rows: Size
     tiles: int
@@ -45,7 +45,7 @@ class SplitK:
 
 
 def reduce_splits(c: Lowering, out: Any, partials: Tensor, count: Size | int, n: int, mode: int) -> None:
-    """Append out (n) = the sum of partials (count, n), in order."""
+    """Launch out (n) = the sum of partials (count, n), in order."""
     c.launch(
         split_k_reduce, {"out": out, "partials": partials, "count": count}, {"n": n, "MODE": mode, "BLOCK": BLOCK},
         grid=lambda s: (ceil_div(n, BLOCK),), writes="out",

@@ -1,10 +1,10 @@
-"""The classifier head (fused linear cross-entropy), in chunks of tokens: logits, loss, logit gradients in their place, input
-gradient, weight gradient.
+"""The classifier head (fused linear cross-entropy), in chunks of tokens: logits, loss, logit gradients in place, input gradient,
+weight gradient.
 
-Shapes: x, dx (tokens, C), weight, dweight (V, C), or (C, V) where the head is `transposed`, targets (tokens) i32. Logits exist
-for one chunk at a time. A chunk of n tokens costs 6 n V C operations, and besides the GEMMs' operands the logits are written,
-read twice and written again once (8 n V bytes in bf16), and dweight is read and written. Chunks follow one another, so dweight is
-summed in the order of the tokens."""
+Shapes: x, dx (tokens, C), weight, dweight (V, C), or (C, V) where the head is `transposed`, targets (tokens) i32. Logits exist for
+one chunk at a time. A chunk of n tokens costs 6 n V C operations, and besides the GEMMs' operands the logits are written, read
+twice and written again once (8 n V bytes in bf16), and dweight is read and written. Chunks follow one another, so dweight is summed
+in the order of the tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,14 +25,13 @@ LOGITS_BYTES = 4 << 30
 
 
 def chunk_tokens(V: int, itemsize: int) -> int:
-    """The number of tokens of a chunk, a power of two. The order of dweight's sums depends on it, so it is a function of the shape
-    alone."""
+    """The number of tokens of a chunk, a power of two. The order of dweight's sums depends on it, so only the shape decides it."""
     return 1 << max((LOGITS_BYTES // (V * itemsize)).bit_length() - 1, 0)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A `Size`: how many tokens of a run, which has `rows`, are in the chunk [first, first + count)."""
+    """A function of the run's sizes: how many of a run's `rows` are in the chunk [first, first + count)."""
 
     rows: Size
     first: int
@@ -55,8 +54,8 @@ class GridIfTokens:
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss over rows of logits. `rows`: its kernel, a program for each row; `more(op, first)`: the
-    operands and the constants that this kernel has besides those of every loss, for the chunk that begins at row `first`."""
+    """A loss over rows of logits. `rows`: its kernel, a program for each row; more(op, first): the (operands, constants) that this
+    kernel has besides those of every loss, for the chunk that begins at row `first`."""
 
     rows: DeviceFunction
     more: Callable[[Any, int], tuple[dict[str, Any], dict[str, Any]]] = lambda op, first: ({}, {})
@@ -67,8 +66,8 @@ SOFTCAPPED = Loss(softcap.softcap_row_losses, lambda op, first: (softcap.positio
 
 
 def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
-    """Append the head and its loss. For each chunk of tokens: logits = x weight^T, the loss of each row and, with `gradients`,
-    dlogits in the place of the logits, dx = dlogits weight, and dweight += dlogits^T x. In the end the losses are added up."""
+    """Launch the head and its loss. For each chunk of tokens: logits = x weight^T, the loss of each row and, with `gradients`,
+    dlogits in place of the logits, dx = dlogits weight, and dweight += dlogits^T x. At the end the losses are summed."""
     op: Any = c.op
     transposed = op.attrs.get("transposed", False)
     x, rows, matrix = op.x, c.rows(op.x), op.inputs.get("weight")
@@ -105,7 +104,7 @@ def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
 
 
 def skip_if_empty(c: Lowering, before: int, chunk: Chunk) -> None:
-    """Give the launches from number `before` on an empty grid in runs in which the chunk is empty."""
+    """Give the launches from index `before` on an empty grid in runs in which the chunk is empty."""
     for launch in c.launches[before:]:
         if isinstance(launch, Launch):  # a library's GEMM of no tokens is none
             launch.grid = GridIfTokens(chunk, launch.grid)
@@ -117,8 +116,7 @@ OPERANDS, CODES = {"weight": PLANES, "targets": "i32"}, {"codes": "u4 i8", "targ
 @lowering("classifier_scores", also=OPERANDS)
 @lowering("quantized_classifier_scores", also=CODES)
 def lower_scores(op: Any, c: Lowering) -> None:
-    """Append the loss and the margin (largest logit less the target's) of each token, without gradients: a chunk of logits at a
-    time."""
+    """Launch the loss and the margin (largest logit - target's) of each token, without gradients, a chunk of logits at a time."""
     x, rows, matrix = op.x, c.rows(op.x), op.inputs.get("weight")
     V, C = (op.columns, int(x.shape[-1])) if matrix is None else (int(n) for n in matrix.shape)
     max_tokens = x.size // C

@@ -1,10 +1,10 @@
 """Cross-entropy and its gradient. Shapes: logits, dlogits (rows, V), targets (rows) i32, -1 ignored; lse, losses, margins (rows)
 fp32. Columns from VALID on are padding. `loss_scale`: the state of loss scaling (program/loss_scale.py), or None.
 
-A program is a row, read twice: for the loss from memory, for the gradient, which may take its place, from L2. V
-elements of a row are read, with the gradient as many written, at one exponential each time. BLOCKS: columns at a time, of the whole
-blocks without padding, and of the rest. Whole blocks have no masks: those of each column were a third of the instructions of both
-loops, and issuing them took longer than moving the bytes (an H200's counters: 76 % of the issue slots, 41 % of the memory's)."""
+A program is a row, read twice: for the loss from memory, for the gradient, which may overwrite it, from L2. V elements of a row are
+read, with the gradient as many written, at one exponential each time. BLOCKS: columns at a time, of the full blocks without
+padding, and of the rest. Full blocks have no masks: those of each column were a third of the instructions of both loops, and
+issuing them took longer than moving the bytes (an H200's counters: 76 % of the issue slots, 41 % of the memory's)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOSSES = 4096  # that total_loss adds at a time
 
 @device
 def columns_of(logits, c, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexpr):
-    """Logits (BLOCK,) fp32 from column `c` of a row on, -inf in the padding; and their columns. The load's mask is that of V: with
+    """(logits (BLOCK,) fp32 from column `c` of a row on, -inf in the padding; their columns). The load's mask is that of V: with
     that of VALID, which may be odd, each load would be one element wide."""
     i = c + tl.arange(0, BLOCK)
     return tl.where(i < VALID, tl.load(logits + i, mask=i < V, other=0.0).to(tl.float32), float("-inf")), i
@@ -35,7 +35,8 @@ def columns_of(logits, c, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.conste
 
 @device
 def joined(top, sums, x):
-    """Maxima and sums (n,) after the next columns x (n * THREAD_COLUMNS,)."""
+    """(running maxima, running sums), (n,) each, of THREAD_COLUMNS columns a thread, after the next columns x (n *
+    THREAD_COLUMNS,): one step of the online softmax."""
     x = tl.reshape(x, (top.shape[0], THREAD_COLUMNS))
     higher = tl.maximum(top, tl.max(x, 1))
     scaled = tl.math.exp2((x - higher[:, None]) * LOG2_E)
@@ -44,20 +45,20 @@ def joined(top, sums, x):
 
 @device
 def max_and_sum(logits, V: tl.constexpr, VALID: tl.constexpr, BLOCKS: tl.constexpr):
-    """The maximum of a row, and the sum of exp(row - maximum), online. Each THREAD_COLUMNS columns of a thread have a running
-    maximum and a sum of their own, so that threads synchronize after the whole blocks and after the rest; a common maximum would
-    need it in every iteration."""
+    """(maximum of a row, sum of exp(row - maximum)), online. Each THREAD_COLUMNS columns of a thread have a running maximum and sum
+    of their own, so that threads synchronize only after the full blocks and after the rest; a common maximum would need it in every
+    iteration."""
     BLOCK: tl.constexpr = BLOCKS[0]
     REST: tl.constexpr = BLOCKS[1]
-    WHOLE: tl.constexpr = VALID // BLOCK * BLOCK
+    FULL: tl.constexpr = VALID // BLOCK * BLOCK
     top, sums = (tl.full((REST // THREAD_COLUMNS,), LOWEST, tl.float32), tl.zeros((REST // THREAD_COLUMNS,), tl.float32))
-    for c in range(WHOLE, VALID, REST):
+    for c in range(FULL, VALID, REST):
         top, sums = joined(top, sums, columns_of(logits, c, V, VALID, REST)[0])
     highest = tl.max(top, 0)
     total = tl.sum(sums * tl.math.exp2((top - highest) * LOG2_E), 0)
-    if WHOLE > 0:
+    if FULL > 0:
         top, sums = (tl.full((BLOCK // THREAD_COLUMNS,), LOWEST, tl.float32), tl.zeros((BLOCK // THREAD_COLUMNS,), tl.float32))
-        for c in range(0, WHOLE, BLOCK):
+        for c in range(0, FULL, BLOCK):
             top, sums = joined(top, sums, tl.load(logits + c + tl.arange(0, BLOCK)).to(tl.float32))
         higher = tl.maximum(tl.max(top, 0), highest)
         total *= tl.math.exp2((highest - higher) * LOG2_E)
@@ -68,7 +69,7 @@ def max_and_sum(logits, V: tl.constexpr, VALID: tl.constexpr, BLOCKS: tl.constex
 
 @device
 def log_sum_exp(logits, V: tl.constexpr, VALID: tl.constexpr, BLOCKS: tl.constexpr):
-    """log(sum(exp(row))) of a row without its padding."""
+    """log(sum(exp(row))) over the VALID columns of a row."""
     top, sums = max_and_sum(logits, V, VALID, BLOCKS)
     return top + tl.math.log2(sums) * LN_2
 
@@ -81,25 +82,26 @@ def scale_of(loss_scale):
 
 @device
 def write_gradient(
-    dlogits, logits, target, at_target, lse, loss_scale, scalars,
+    dlogits, logits, target, target_logit, lse, loss_scale, scalars,
     V: tl.constexpr, VALID: tl.constexpr, MODE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Store or add one row of dlogits = (softmax - onehot) * inv_targets, times the loss scale where there is one; zero where the
-    target is ignored, and in the padding. `lse`: the row's log-sum-exp; `at_target`: the target's logit. What is stored is
-    softmax * inv_targets everywhere, and then once more at the target: a comparison for each column takes three instructions."""
+    """Store or add (MODE) one row of dlogits = (softmax - onehot) * inv_targets, times the loss scale if there is one; zero where
+    the target is ignored, and in the padding. `lse`: the row's log-sum-exp; `at_target`: the target's logit. To store, softmax *
+    inv_targets goes everywhere, and then the target's element is corrected: a comparison for each column takes three
+    instructions."""
     BLOCK: tl.constexpr = BLOCKS[0]
     REST: tl.constexpr = BLOCKS[1]
-    WHOLE: tl.constexpr = VALID // BLOCK * BLOCK
+    FULL: tl.constexpr = VALID // BLOCK * BLOCK
     scale = tl.where(target >= 0, scalar_fp64(scalars, INV_TARGETS).to(tl.float32), 0.0)
     if loss_scale is not None:
         scale *= scale_of(loss_scale)
-    for c in range(0, WHOLE, BLOCK):
+    for c in range(0, FULL, BLOCK):
         i = c + tl.arange(0, BLOCK)
         p = tl.math.exp2((tl.load(logits + i).to(tl.float32) - lse) * LOG2_E)
         if MODE != STORE:
             p = tl.where(i == target, p - 1.0, p)
         store_or_add(dlogits + i, tl.full((BLOCK,), True, tl.int1), p * scale, scalars, MODE)
-    for c in range(WHOLE, V, REST):
+    for c in range(FULL, V, REST):
         x, i = columns_of(logits, c, V, VALID, REST)
         p = tl.math.exp2((x - lse) * LOG2_E)
         if MODE != STORE:
@@ -107,41 +109,40 @@ def write_gradient(
         store_or_add(dlogits + i, i < V, p * scale, scalars, MODE)
     if MODE == STORE:
         tl.debug_barrier()  # another thread has stored what this one corrects
-        p = tl.math.exp2((at_target - lse) * LOG2_E)
+        p = tl.math.exp2((target_logit - lse) * LOG2_E)
         tl.store(dlogits + target, (p - 1.0) * scale, mask=target >= 0)
 
 
 @device
 def row_losses(
-    losses, lse, dlogits, logits, targets, loss_scale, scalars,
-    V: tl.constexpr, VALID: tl.constexpr, BLOCKS: tl.constexpr,
+    losses, lse, dlogits, logits, targets, loss_scale, scalars, V: tl.constexpr, VALID: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One row: its loss, lse - logits[target], zero where the target is ignored; lse and dlogits if they are given. dlogits may be
-    in the place of logits: the target's logit is read before the row's sum, so before any thread writes."""
+    """One row: its loss, lse - logits[target], zero where the target is ignored; lse and dlogits if they are given. dlogits may
+    alias logits: the target's logit is read before the reduction over the row, so before any thread writes."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     target = tl.load(targets + row)
-    at_target = tl.load(logits + tl.maximum(target, 0)).to(tl.float32)
+    target_logit = tl.load(logits + tl.maximum(target, 0)).to(tl.float32)
     value = log_sum_exp(logits, V, VALID, BLOCKS)
-    tl.store(losses + row, tl.where(target >= 0, value - at_target, 0.0))
+    tl.store(losses + row, tl.where(target >= 0, value - target_logit, 0.0))
     if lse is not None:
         tl.store(lse + row, value)
     if dlogits is not None:
         write_gradient(
-            dlogits + row * V, logits, target, at_target, value, loss_scale, scalars, V, VALID, STORE, BLOCKS
+            dlogits + row * V, logits, target, target_logit, value, loss_scale, scalars, V, VALID, STORE, BLOCKS
         )  # fmt: skip
 
 
 @device
 def row_scores(losses, margins, logits, targets, scalars, V: tl.constexpr, VALID: tl.constexpr, BLOCKS: tl.constexpr):
-    """losses = lse - logits[target] and margins = max(logits) - logits[target], zero where the target is ignored."""
+    """One row: losses = lse - logits[target] and margins = max(logits) - logits[target], zero where the target is ignored."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     target = tl.load(targets + row)
-    at_target = tl.load(logits + tl.maximum(target, 0)).to(tl.float32)
+    target_logit = tl.load(logits + tl.maximum(target, 0)).to(tl.float32)
     top, sums = max_and_sum(logits, V, VALID, BLOCKS)
-    tl.store(losses + row, tl.where(target >= 0, top + tl.math.log2(sums) * LN_2 - at_target, 0.0))
-    tl.store(margins + row, tl.where(target >= 0, top - at_target, 0.0))
+    tl.store(losses + row, tl.where(target >= 0, top + tl.math.log2(sums) * LN_2 - target_logit, 0.0))
+    tl.store(margins + row, tl.where(target >= 0, top - target_logit, 0.0))
 
 
 @device
@@ -149,12 +150,12 @@ def row_gradients(
     dlogits, logits, targets, lse, loss_scale, scalars,
     V: tl.constexpr, VALID: tl.constexpr, MODE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """dlogits of one row, from the lse that the forward pass saved."""
+    """Backward pass of one row: store or add (MODE) dlogits, from logits, target and the lse of the forward pass."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     target, value = tl.load(targets + row), tl.load(lse + row)
-    at_target = tl.load(logits + tl.maximum(target, 0)).to(tl.float32)
-    write_gradient(dlogits + row * V, logits, target, at_target, value, loss_scale, scalars, V, VALID, MODE, BLOCKS)
+    target_logit = tl.load(logits + tl.maximum(target, 0)).to(tl.float32)
+    write_gradient(dlogits + row * V, logits, target, target_logit, value, loss_scale, scalars, V, VALID, MODE, BLOCKS)
 
 
 @device
@@ -167,8 +168,8 @@ def total_loss(loss, losses, scalars, rows, BLOCK: tl.constexpr):
 
 
 def launch_rows(c: Lowering, function: Any, operands: dict[str, Any], rows: Size, V: int, writes: str = "", **more: Any) -> None:
-    """Launch `function` with one program for each row of V columns. Two programs of 16 warps share a multiprocessor (64 registers a
-    thread): one reads while the other writes."""
+    """Launch `function` with one program for each row of V columns. `more`: further constants. Two programs of 16 warps share a
+    multiprocessor (64 registers a thread): one reads while the other writes."""
     least = MIN_SUM_COLUMNS * THREAD_COLUMNS.value
     block = min(BLOCK, max(pow2(V), least))
     rest = min(block, max(pow2(V - c.op.valid_vocab // block * block), least))

@@ -1,10 +1,14 @@
-"""Cross-entropy of softcapped logits z = SCALE sigmoid((x + SHIFT) / WIDTH) over the next PREDICT (1 to 3) tokens, with a run-time
-weight each (multi-token prediction), and its gradient. Shapes as in cross_entropy.py, whose kernels these are like. Row r of a
-launch is number `first` + r of the run, in sequences of `length` rows; `targets` begins at row `first` and ends with the run, so
-that the target AHEAD tokens further is AHEAD rows below.
+"""Cross-entropy of softcapped logits z = SCALE sigmoid((x + SHIFT) / WIDTH) with multi-token prediction (MTP: a row predicts the
+next PREDICT = 1 to 3 tokens, with a run-time weight each), and its gradient. One program does one row. A SCALE of 0 stands for
+logits that are not capped, z = x.
 
-A SCALE of 0 stands for logits that are not capped. With one, z lies below it, so that exp(z - SCALE) needs no maximum. An element
-costs two exponentials and a division each time its row is read."""
+Shapes: logits, dlogits (rows, V), of which columns from VALID on are padding; losses, nexts, lse (rows) fp32; targets (rows) i32,
+-1 where ignored. Row r of a launch is row `first` + r of the run, in sequences of `length` rows; `targets` begins at row `first`
+and reaches to the run's end, because the target AHEAD tokens further is that of the row AHEAD rows below. BLOCKS: as in
+cross_entropy.py, block sizes of the loops over V.
+
+With a cap z is below SCALE, so that exp(z - SCALE) needs no row maximum. An element costs two exponentials and a division a
+pass."""
 
 from __future__ import annotations
 
@@ -28,12 +32,11 @@ SATURATED = constant(2.0**60)  # exp(-u) at most: sigmoid or slope are as good a
 
 @device
 def sigmoid_and_slope(x, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
-    """s = sigmoid(u), u = (x + SHIFT) / WIDTH, and its derivative s (1 - s). 1 - s is computed as s exp(-u), without
-    cancellation."""
-    other = tl.math.exp2((x + SHIFT) * (-LOG2_E / WIDTH))
-    other = tl.where(other > SATURATED, SATURATED, other)  # NaN stays
-    s = 1.0 / (1.0 + other)
-    return s, s * s * other
+    """(s, s (1 - s)): the sigmoid s of u = (x + SHIFT) / WIDTH, and its slope. 1 - s is s exp(-u), which loses no digits."""
+    exp_minus_u = tl.math.exp2((x + SHIFT) * (-LOG2_E / WIDTH))
+    exp_minus_u = tl.where(exp_minus_u > SATURATED, SATURATED, exp_minus_u)  # NaN stays
+    s = 1.0 / (1.0 + exp_minus_u)
+    return s, s * s * exp_minus_u
 
 
 @device
@@ -53,7 +56,7 @@ def softcap_log_sum_exp(
     logits, V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """log(sum(exp(z))) of a row of logits, without its padding."""
+    """log(sum(exp(z))) of one row of logits, over its VALID columns; `logits` points to the row."""
     if SCALE == 0.0:
         lse = log_sum_exp(logits, V, VALID, BLOCKS)
     else:
@@ -69,8 +72,8 @@ def softcap_log_sum_exp(
 
 @device
 def target_of(targets, row, position, length, scalars, AHEAD: tl.constexpr, PREDICT: tl.constexpr):
-    """The target AHEAD tokens further than the row's own, and its weight; -1 and 0 where the sequence ends before, where it is
-    ignored, or where AHEAD >= PREDICT. `position`: of the row in its sequence."""
+    """(target, weight): the target AHEAD tokens further than the row's own, and its MTP weight; (-1, 0) beyond the sequence's end,
+    where the target is ignored, or where AHEAD >= PREDICT. `position`: the row's index in its sequence."""
     target, weight = -1, 0.0
     if AHEAD < PREDICT:
         target = tl.load(targets + row + AHEAD, mask=position + AHEAD < length, other=-1)
@@ -80,10 +83,9 @@ def target_of(targets, row, position, length, scalars, AHEAD: tl.constexpr, PRED
 
 @device
 def capped_at(
-    logits, target, AHEAD: tl.constexpr, PREDICT: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr,
-    WIDTH: tl.constexpr,
+    logits, target, AHEAD: tl.constexpr, PREDICT: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The capped logit at a target; 0 where AHEAD >= PREDICT."""
+    """The capped logit z of column `target` of a row (of column 0 if it is -1); 0 where AHEAD >= PREDICT."""
     z = 0.0
     if AHEAD < PREDICT:
         z, _ = capped(tl.load(logits + tl.maximum(target, 0)).to(tl.float32), SCALE, SHIFT, WIDTH)
@@ -96,9 +98,10 @@ def write_gradient(
     V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
     PREDICT: tl.constexpr, MODE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Store or add one row of dlogits, whose targets are t0, t1, t2 and their weights w0, w1, w2; zero in the padding. With a
-    `scale` dlogits are 8-bit codes, relative to inv_targets: the row is divided by the scale instead of multiplied by
-    inv_targets."""
+    """Store or add (MODE) one row of the gradient, (sum of weights * softmax - weight of the column) * dz/dx * factor: t0, t1, t2
+    are the targets' columns and w0, w1, w2 their weights, other columns have none; padding becomes zero. The factor is inv_targets
+    * loss scale. With a `scale` (1) dlogits are 8-bit codes of the value code * scale * inv_targets, so the factor is 1 / scale.
+    dlogits may alias logits."""
     factor = scalar_fp64(scalars, INV_TARGETS).to(tl.float32)
     if scale is not None:
         factor = 1.0 / tl.load(scale)
@@ -124,9 +127,9 @@ def softcap_row_losses(
     V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
     PREDICT: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One row: its loss, the weighted sum of lse - z over the targets; `nexts`, the loss of the next token alone, weight 1; lse and
-    dlogits if they are given. dlogits may be in the place of logits: the targets' logits are read before the row's sum, so before
-    any thread writes."""
+    """One row: its loss, the sum of weight (lse - z) over the targets; `nexts`, lse - z of the next token alone; and lse and
+    dlogits if they are given. dlogits may alias logits: the targets' logits are read before the reduction over the row, before any
+    write."""
     row = tl.program_id(0).to(tl.int64)
     position = (first + row) % length
     logits += row * V
@@ -138,7 +141,7 @@ def softcap_row_losses(
     z2 = capped_at(logits, t2, 2, PREDICT, SCALE, SHIFT, WIDTH)
     value = softcap_log_sum_exp(logits, V, VALID, SCALE, SHIFT, WIDTH, BLOCKS)
     next_loss = tl.where(t0 >= 0, value - z0, 0.0)
-    tl.store(nexts + row, next_loss)
+    tl.store(nexts + row, next_loss)  # without a weight
     loss = w0 * next_loss
     if PREDICT > 1:
         loss += tl.where(t1 >= 0, w1 * (value - z1), 0.0)
@@ -160,7 +163,8 @@ def softcap_row_gradients(
     V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
     PREDICT: tl.constexpr, MODE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """dlogits of one row, from the lse that the forward pass saved; as 8-bit codes if there is a `scale`."""
+    """Backward pass of one row: store or add (MODE) dlogits, computed from logits, targets and the lse of the forward pass; as
+    8-bit codes if there is a `scale` (1)."""
     row = tl.program_id(0).to(tl.int64)
     position = (first + row) % length
     t0, w0 = target_of(targets, row, position, length, scalars, 0, PREDICT)
@@ -179,14 +183,15 @@ def constants_of(op: Op) -> dict[str, Any]:
 
 
 def position_operands(op: Op, first: int = 0) -> dict[str, Any]:
-    """The operands `first` and `length`, which say where in its sequence a row is."""
+    """The operands `first` (row of the run that the launch begins with) and `length` (rows of a sequence, maybe a run-time
+    size)."""
     length = op.targets.shape[-1]
     return {"first": first, "length": Count((length.name,), 1) if isinstance(length, Dim) else int(length)}
 
 
 @lowering("softcap_cross_entropy", also={"targets": "i32"})
 def lower_softcap_cross_entropy(op: Any, c: Lowering) -> None:
-    """The loss of each row, then both totals."""
+    """Launch the loss of each row, then the sums over the rows: loss, and next_loss of the next token alone."""
     rows = c.rows(op.logits)
     losses, nexts = (c.scratch(name, (op.targets.size,)) for name in ("losses", "nexts"))
     operands = {"losses": losses, "nexts": nexts, "dlogits": None, "loss_scale": None, **position_operands(op)}
@@ -207,7 +212,7 @@ def lower_softcap_codes(op: Any, c: Lowering) -> None:
 
 
 def lower_gradients(op: Any, c: Lowering, dlogits: Tensor, mode: int, **more: Any) -> None:
-    """Launch softcap_row_gradients into `dlogits`; `more`: loss_scale or scale."""
+    """Launch softcap_row_gradients into `dlogits`; `more`: its operand loss_scale or scale."""
     operands = {"dlogits": dlogits, "loss_scale": None, "scale": None, **position_operands(op), **more}
     constants = constants_of(op) | {"MODE": mode}
     V = int(op.logits.shape[-1])
@@ -220,7 +225,7 @@ def softcap(
     y, x, scalars, units,
     SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """With a SHIFT of 0 it is c tanh(x / c), c = SCALE / 2."""
+    """y = z for a cap with a SHIFT. Without one z is centred, y = z - SCALE / 2, which is c tanh(x / c) with c = SCALE / 2."""
     i, mask = flat_indices(units, UNIT, BLOCK)
     z, _ = capped(tl.load(x + i, mask=mask, other=0.0).to(tl.float32), SCALE, SHIFT, WIDTH)
     if SHIFT == 0.0:

@@ -24,7 +24,8 @@ TILE = 2048  # elements that a program of the first stage reads at once of each 
 
 @dataclass(frozen=True)
 class Chunks:
-    """How rows are cut into chunks: `per` rows each, the last chunk shorter."""
+    """How rows are split into chunks: `per` rows each, the last chunk shorter; at most `most` chunks of at least `least` rows. Its
+    methods are functions of the run's sizes."""
 
     rows: Size
     most: int = MAX_CHUNKS
@@ -43,7 +44,7 @@ class Chunks:
 
 @device
 def bias_grad_partials(partials, dy, rows, per, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """First stage of dbias: sums of dy over one chunk of rows."""
+    """First stage of dbias: the sums of dy over one chunk of rows. Grid: chunks, blocks of columns."""
     begin = tl.program_id(0) * per
     end = tl.minimum(begin + per, rows)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -60,8 +61,8 @@ def bias_grad_partials(partials, dy, rows, per, C: tl.constexpr, BR: tl.constexp
 def dparams_partials(
     partials, dy, x, mean, rstd, rows, per, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, COUNT: tl.constexpr
 ):
-    """First stage of a norm's parameters: over one chunk of rows the sums of dy * n, for dweight, and, where COUNT is 2, of dy, for
-    dbias. n is the normalized row (x - mean) * rstd, of an RMSNorm (no `mean`) x * rstd."""
+    """First stage of a norm's parameters: over one chunk of rows the sums of dy * n, for dweight, and, if COUNT is 2, of dy, for
+    dbias. n is the normalised row (x - mean) * rstd, or with `mean` None (RMSNorm) x * rstd. Grid: chunks, blocks of columns."""
     begin = tl.program_id(0) * per
     end = tl.minimum(begin + per, rows)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -79,20 +80,19 @@ def dparams_partials(
             v = v - tl.load(mean + row, mask=row_in, other=0.0)[:, None]
         dweight_sums += g * v * rstd_rows[:, None]
         dbias_sums += g
-    to = partials + tl.program_id(0) * (COUNT * C) + column
-    tl.store(to, tl.sum(dweight_sums, 0), mask=inside)
+    partial_ptrs = partials + tl.program_id(0) * (COUNT * C) + column
+    tl.store(partial_ptrs, tl.sum(dweight_sums, 0), mask=inside)
     if COUNT == 2:
-        tl.store(to + C, tl.sum(dbias_sums, 0), mask=inside)
+        tl.store(partial_ptrs + C, tl.sum(dbias_sums, 0), mask=inside)
 
 
 @device
 def combine_partials(
-    first, second, third, partials, scalars, chunks,
-    C: tl.constexpr, STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    first, second, third, partials, scalars, chunks, C: tl.constexpr, STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     MODE_FIRST: tl.constexpr, MODE_SECOND: tl.constexpr, MODE_THIRD: tl.constexpr,
 ):  # fmt: skip
-    """Second stage: up to three results (C), None where there is none, from partials (chunks, COUNT, C), STRIDE = COUNT * C. Grid:
-    blocks of columns, results."""
+    """Second stage: up to three results (C), None where there are fewer, as sums over the chunks of partials (chunks, COUNT, C);
+    STRIDE = COUNT * C. Each is stored or added (MODE_...). Grid: blocks of columns, results."""
     result = tl.program_id(1)
     column = tl.program_id(0) * BC + tl.arange(0, BC)
     column_in = column < C
@@ -112,39 +112,39 @@ def combine_partials(
 
 @device
 def store_columns(out, column, inside, value, scalars, MODE: tl.constexpr):
-    """Store or add BC columns of a result, if there is one: in a specialisation with fewer results `out` is None."""
+    """Store or add BC columns of a result; nothing if `out` is None, as in an instance with fewer results."""
     if out is not None:
         store_or_add(out + column, inside, value, scalars, MODE)
 
 
 def outputs_read(op: Op, *names: str) -> list[str]:
-    """Those outputs that something reads: a LayerNorm without bias has a dbias that nothing reads."""
-    found = {name: op.outputs[name] for name in names if name in op.outputs}
-    return [name for name, t in found.items() if name == "dweight" or t.role != "activation"]
+    """Those of the outputs `names` that some op reads: a LayerNorm without bias has a dbias that none does."""
+    outputs = {name: op.outputs[name] for name in names if name in op.outputs}
+    return [name for name, t in outputs.items() if name == "dweight" or t.role != "activation"]
 
 
 def scratch_partials(c: Lowering, like: Tensor, count: int, chunks: Chunks) -> Tensor:
-    """Scratch for the partials (chunks, count, C) of `count` results, of rows like those of `like` (..., C)."""
+    """Scratch (chunks, count, C) for the partials of `count` results, over rows like those of `like` (..., C)."""
     C = int(like.shape[-1])
     return c.scratch("partials", (chunks.planned(like.size // C), count, C))
 
 
 def lower_combine(c: Lowering, partials: Tensor, names: list[str], chunks: Chunks) -> None:
-    """The second stage, into the outputs `names`."""
+    """Launch the second stage, into the op's outputs `names`."""
     op, C = c.op, int(partials.shape[-1])
     operands: dict[str, Any] = {"partials": partials, "chunks": chunks.count}
     constants: dict[str, Any] = {"C": C, "STRIDE": len(names) * C, "BR": 64, "BC": 32}
-    for i, place in enumerate(("first", "second", "third")):
+    for i, parameter in enumerate(("first", "second", "third")):
         out = names[i] if i < len(names) else None
-        operands[place] = (part(op.outputs[out]), "fp32") if out else None
-        constants[f"MODE_{place.upper()}"] = mode(op, out) if out else None
+        operands[parameter] = (part(op.outputs[out]), "fp32") if out else None
+        constants[f"MODE_{parameter.upper()}"] = mode(op, out) if out else None
     c.launch(combine_partials, operands, constants, grid=lambda s: (ceil_div(C, 32), len(names)), writes="first second third")
 
 
 def lower_sums(
     c: Lowering, function: DeviceFunction, like: Tensor, operands: dict[str, Any], names: list[str], **constants: Any
 ) -> None:
-    """Both stages: the outputs `names` (C) from rows like those of `like` (..., C). The first stage is `function`, with the
+    """Launch both stages: the outputs `names` (C) from rows like those of `like` (..., C). `function` is the first stage, with the
     parameters partials, rows, per, C, BR and BC, besides `operands` and `constants`."""
     C, rows = int(like.shape[-1]), c.rows(like)
     chunks = Chunks(rows)

@@ -1,9 +1,9 @@
 """LayerNorm, and the gradient of RMSNorm, which is LayerNorm's without the mean (`mean` None) and maybe without a weight.
 
 Shapes: x, y, b, total, dy, dx (rows, C); weight, bias (C); mean, rstd (rows) fp32. A residual addition may come before the norm:
-its sum `total` = x + b, or x + dropout(b), is normalized and stored. Short rows: a program has BR whole rows of BC >= C columns in
-registers. Long rows: a program has one row, in blocks of BC columns. `row` (BR,) i64, `column` (BC,), `i` their offsets (BR, BC);
-masks `live` of rows, `inside` of columns, `mask` of both. n: the normalized row (x - mean) rstd; dn = dy weight."""
+its sum `total` = x + b, or x + dropout(b), is normalised and stored. Short rows: a program has BR complete rows of BC >= C columns
+in registers. Long rows: a program has one row, in blocks of BC columns. `row` (BR,) i64, `column` (BC,), `i` their offsets (BR,
+BC); masks `live` of rows, `inside` of columns, `mask` of both. n: the normalised row (x - mean) rstd; dn = dy weight."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def load_residual_sum(
     x, b, total, i, mask, row, scalars, seq, stream, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """The rows to be normalized, fp32 (BR, BC): x; or, with b, the residual sum x + b or x + dropout(b), which is stored to `total`
-    too. THRESHOLD, SCALE: dropout's, None where there is none; then seq and stream are not used."""
+    """The rows to be normalised, fp32 (BR, BC): x; or, with b, the residual sum x + b or x + dropout(b), which is also stored to
+    `total`. THRESHOLD, SCALE: dropout's, None without dropout; then seq and stream are not used."""
     v = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
     if b is not None:
         u = tl.load(b + i, mask=mask, other=0.0).to(tl.float32)
@@ -47,7 +47,7 @@ def load_residual_sum(
 
 @device
 def normalised(v, centre, inverse, weight, bias, column, inside):
-    """(v - centre) * inverse * weight + bias: v (BR, BC), centre (a mean) and inverse (rstd) (BR,)."""
+    """(v - centre) * inverse * weight + bias (None: 0): v (BR, BC), centre (a mean) and inverse (rstd) (BR,)."""
     n = (v - centre[:, None]) * inverse[:, None] * tl.load(weight + column, mask=inside, other=0.0)[None, :]
     if bias is not None:
         n += tl.load(bias + column, mask=inside, other=0.0)[None, :]
@@ -57,11 +57,11 @@ def normalised(v, centre, inverse, weight, bias, column, inside):
 @device
 def layernorm(
     y, mean, rstd, x, b, total, weight, bias, scalars, rows, seq, stream,
-    C: tl.constexpr, EPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-    THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+    C: tl.constexpr, EPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """BR short rows, each read once. The variance is that of shifted data: a rough mean is subtracted before anything is squared,
-    and its error afterwards: E[x^2] - E[x]^2 loses all digits when |mean| is 3000 times the deviation, this form never does."""
+    """y, mean and rstd of BR short rows, each read once. The variance is that of shifted data: a rough mean is subtracted before
+    anything is squared, and its error afterwards: E[x^2] - E[x]^2 loses all digits when |mean| is 3000 times the deviation, this
+    form never does."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.arange(0, BC)
     live, inside = row < rows, column < C
@@ -79,10 +79,9 @@ def layernorm(
 
 @device
 def layernorm_long(
-    y, mean, rstd, x, b, total, weight, bias, scalars, rows, seq, stream,
-    C: tl.constexpr, EPS: tl.constexpr, BC: tl.constexpr,
+    y, mean, rstd, x, b, total, weight, bias, scalars, rows, seq, stream, C: tl.constexpr, EPS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """One long row, read three times: for the rough mean, for the shifted variance, for y."""
+    """y, mean and rstd of one long row, read three times: for the rough mean, for the shifted variance, for y."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     base = row[:, None] * C
     sums = tl.zeros((1, BC), tl.float32)
@@ -118,7 +117,7 @@ def layernorm_long(
 
 @device
 def statistics(mean, rstd, row, live):
-    """mean (zeros where it is None) and rstd of some rows (BR,)."""
+    """(mean, rstd) of some rows, (BR,) each; zeros for the mean where it is None."""
     centre = tl.zeros(row.shape, tl.float32)
     if mean is not None:
         centre = tl.load(mean + row, mask=live, other=0.0)
@@ -127,7 +126,7 @@ def statistics(mean, rstd, row, live):
 
 @device
 def load_factors(dy, x, weight, i, column, mask, inside, centre, inverse):
-    """dy, dn = dy * weight and n, (BR, BC) fp32 each, zero off the mask. `centre`, `inverse`: mean and rstd (BR,)."""
+    """Load (dy, dn = dy * weight, n), (BR, BC) fp32 each, zero in masked elements. `centre`, `inverse`: mean and rstd (BR,)."""
     g = tl.load(dy + i, mask=mask, other=0.0).to(tl.float32)
     dn = g
     if weight is not None:
@@ -138,7 +137,7 @@ def load_factors(dy, x, weight, i, column, mask, inside, centre, inverse):
 
 @device
 def offset_of(mean, dn, C: tl.constexpr):
-    """mean(dn) of each row (BR,): zeros where no mean was subtracted (RMSNorm)."""
+    """mean(dn) of each row (BR,); zeros where no mean was subtracted (RMSNorm, `mean` None)."""
     offset = tl.zeros((dn.shape[0],), tl.float32)
     if mean is not None:
         offset = tl.sum(dn, 1) / C
@@ -147,10 +146,9 @@ def offset_of(mean, dn, C: tl.constexpr):
 
 @device
 def layernorm_dx(
-    dx, dy, x, weight, mean, rstd, scalars, rows,
-    C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
+    dx, dy, x, weight, mean, rstd, scalars, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """dx = rstd (dn - mean(dn) - n mean(dn n)) of BR short rows; of an RMSNorm without mean(dn)."""
+    """dx = rstd (dn - mean(dn) - n mean(dn n)) of BR short rows; for an RMSNorm without mean(dn). Stored or added (MODE)."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.arange(0, BC)
     live, inside = row < rows, column < C
@@ -188,8 +186,8 @@ def launch_rows(
     c: Lowering, like: Tensor, short: Any, long: Any, operands: dict[str, Any],
     *, writes: str = "", thread: int = THREAD, times: int = 1, **constants: Any,
 ) -> None:  # fmt: skip
-    """Launch the kernel `short` over blocks of whole rows (..., C) of `like`, or `long`, a program a row, where C is more than
-    `times` IN_REGISTERS columns. `thread`: elements of a row that a thread holds, more where 32 warps are not enough."""
+    """Launch the kernel `short` over blocks of complete rows (..., C) of `like`, or `long`, a program a row, where C is more than
+    `times` * IN_REGISTERS columns. `thread`: elements of a row that a thread holds, more where 32 warps are not enough."""
     C, rows = int(like.shape[-1]), c.rows(like)
     if times * IN_REGISTERS < C:
         if "THRESHOLD" in constants:
@@ -209,7 +207,7 @@ def launch_rows(
 
 
 def forward_times(op: Any) -> int:
-    """`times` of `launch_rows` for a norm's forward pass: 1 after an addition, else by the dtype of x."""
+    """`times` of `launch_rows` for a norm's forward pass: 1 after an addition, else by the dtype of x (see IN_REGISTERS)."""
     if "x" not in op.inputs:
         return 1
     return FORWARD if op.x.dtype == "fp32" else FORWARD_16
@@ -217,7 +215,7 @@ def forward_times(op: Any) -> int:
 
 @lowering("layernorm", "add_layernorm", "dropout_add_layernorm")
 def lower_layernorm(op: Any, c: Lowering) -> None:
-    """LayerNorm alone; of a residual sum, which it writes; or of x + dropout(b)."""
+    """LayerNorm of x; of a residual sum, which it also writes; or of x + dropout(b)."""
     dropped = op.name == "dropout_add_layernorm"
     operands = {
         "x": op.inputs.get("x") or op.a,

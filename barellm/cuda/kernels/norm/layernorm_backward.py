@@ -26,9 +26,9 @@ def layernorm_backward(
     C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
     DBIAS: tl.constexpr, DX_SUM: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program walks one chunk of `per` rows, BR at a time, with loads of the next ones in flight (STAGES). It writes dx, or adds
-    to it (MODE), and `narrow`, and sums its part of dweight, of dbias (DBIAS) and of the next op's bias gradient (DX_SUM), the sum
-    of `narrow`. An RMSNorm has no `mean`, and maybe no `weight`: then there are no `partials`. THRESHOLD, SCALE: dropout's, or
+    """A program takes one chunk of `per` rows, BR at a time, with loads of the next ones in flight (STAGES). It stores or adds dx
+    (MODE), stores `narrow`, and sums its part of dweight, of dbias (if DBIAS) and of the next op's bias gradient (if DX_SUM), the
+    sum of `narrow`. An RMSNorm has no `mean`, and maybe no `weight`: then there are no `partials`. THRESHOLD, SCALE: dropout's, or
     None."""
     begin = tl.program_id(0) * per
     end = tl.minimum(begin + per, rows)
@@ -59,12 +59,12 @@ def layernorm_backward(
             dx_sums += tl.sum(d, 0)
     if partials is not None:
         COUNT: tl.constexpr = 1 + DBIAS + DX_SUM
-        to = partials + tl.program_id(0) * (COUNT * C) + column
-        tl.store(to, dweight_sums, mask=inside)
+        partial_ptrs = partials + tl.program_id(0) * (COUNT * C) + column
+        tl.store(partial_ptrs, dweight_sums, mask=inside)
         if DBIAS:
-            tl.store(to + C, dbias_sums, mask=inside)
+            tl.store(partial_ptrs + C, dbias_sums, mask=inside)
         if DX_SUM:
-            tl.store(to + (COUNT - 1) * C, dx_sums, mask=inside)
+            tl.store(partial_ptrs + (COUNT - 1) * C, dx_sums, mask=inside)
 
 
 @lowering("rmsnorm_backward", adds="dx", starts="dweight")

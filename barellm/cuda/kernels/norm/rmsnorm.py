@@ -26,7 +26,7 @@ def scaled(v, inverse, weight, column, inside):
 
 @device
 def rmsnorm(y, rstd, x, b, total, weight, scalars, rows, C: tl.constexpr, EPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """BR short rows, of x or of the residual sum `total` = x + b, each read once."""
+    """y and rstd of BR short rows, of x or of the residual sum `total` = x + b, each read once."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.arange(0, BC)
     live, inside = row < rows, column < C
@@ -40,7 +40,7 @@ def rmsnorm(y, rstd, x, b, total, weight, scalars, rows, C: tl.constexpr, EPS: t
 
 @device
 def rmsnorm_long(y, rstd, x, b, total, weight, scalars, rows, C: tl.constexpr, EPS: tl.constexpr, BC: tl.constexpr):
-    """One long row, read twice: for the mean of its squares, for y."""
+    """y and rstd of one long row, read twice: for the mean of its squares, for y."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     base = row[:, None] * C
     squares = tl.zeros((1, BC), tl.float32)
@@ -65,8 +65,8 @@ def rmsnorm_long(y, rstd, x, b, total, weight, scalars, rows, C: tl.constexpr, E
 
 @lowering("rmsnorm", "add_rmsnorm", "head_rmsnorm")
 def lower_rmsnorm(op: Any, c: Lowering) -> None:
-    """RMSNorm alone, of each head, or of a residual sum, which it writes."""
+    """RMSNorm of x, of each head of x, or of a residual sum, which it also writes."""
     operands = {"x": op.inputs.get("x") or op.a}
-    how = {"thread": THREAD, "times": forward_times(op)}
+    options = {"thread": THREAD, "times": forward_times(op)}
     like = heads_of(op) if op.name == "head_rmsnorm" else op.y
-    launch_rows(c, like, rmsnorm, rmsnorm_long, operands, **how, EPS=float(op.eps))
+    launch_rows(c, like, rmsnorm, rmsnorm_long, operands, **options, EPS=float(op.eps))

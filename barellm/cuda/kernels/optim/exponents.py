@@ -48,18 +48,18 @@ def exponent_stats(counts, sums, x, units, blocks, UNIT: tl.constexpr, BLOCK: tl
 
 @device
 def combine_exponent_stats(counts, sums, partial_counts, partial_sums, programs, ROWS: tl.constexpr):
-    """counts and sums: the results of all programs, added in order (the largest: their maximum), in one program."""
-    column, place = tl.arange(0, BINS), tl.arange(0, 4)
+    """counts and sums = the sums over all programs' results, in order (of the largest their maximum), in one program."""
+    column, field = tl.arange(0, BINS), tl.arange(0, 4)
     count, total, largest = tl.zeros((BINS,), tl.int32), tl.zeros((4,), tl.float64), tl.zeros((4,), tl.float32)
     for first in range(0, programs, ROWS):
         row = first + tl.arange(0, ROWS)
         live = (row < programs)[:, None]
         count += tl.sum(tl.load(partial_counts + row[:, None] * BINS + column[None, :], mask=live, other=0), 0)
-        found = tl.load(partial_sums + row[:, None] * 4 + place[None, :], mask=live, other=0.0)
-        total += tl.sum(found.to(tl.float64), 0)
-        largest = tl.maximum(largest, tl.max(found, 0))
+        rows = tl.load(partial_sums + row[:, None] * 4 + field[None, :], mask=live, other=0.0)
+        total += tl.sum(rows.to(tl.float64), 0)
+        largest = tl.maximum(largest, tl.max(rows, 0))
     tl.store(counts + column, count)
-    tl.store(sums + place, tl.where(place == 3, largest, total.to(tl.float32)))
+    tl.store(sums + field, tl.where(field == 3, largest, total.to(tl.float32)))
 
 
 @lowering("exponent_stats", "measure", also={"x": PLANES, "counts": "i32"}, views="counts sums")
@@ -74,8 +74,8 @@ def lower_exponent_stats(op: Any, c: Lowering) -> None:
     def programs(sizes: Sizes) -> int:
         return ceil_div(units(sizes) * unit, blocks(sizes) * BLOCK)
 
-    most = min(PROGRAMS, ceil_div(op.x.size, BLOCK))
-    partials = {"counts": c.scratch("counts", (most, op_module.BINS), "i32"), "sums": c.scratch("sums", (most, len(SUMS)))}
+    rows = min(PROGRAMS, ceil_div(op.x.size, BLOCK))
+    partials = {"counts": c.scratch("counts", (rows, op_module.BINS), "i32"), "sums": c.scratch("sums", (rows, len(SUMS)))}
     c.launch(
         exponent_stats, {**partials, "x": weight_operand(op.x), "units": units, "blocks": blocks},
         {"UNIT": unit, "BLOCK": BLOCK}, grid=lambda s: (programs(s),), writes="counts sums",

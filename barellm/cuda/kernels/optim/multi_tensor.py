@@ -1,6 +1,8 @@
-"""Multi-tensor launches (as PyTorch's multi-tensor apply): operands of many tensors for one launch, in a table. A table has a
-column for each field, 8 bytes for each entry; the first column is an entry's first program, so a program finds its entry by
-counting those that began before it."""
+"""Multi-tensor launches (as PyTorch's multi-tensor apply): the operands of many tensors for one launch, in a table of 8-byte
+numbers with a column (field) for each operand and a row (entry) for each tensor. Column 0 is the first program (index in grid axis
+0) of each entry, so a program finds its entry by counting those that begin before it.
+
+Kernels take `table`; their compile-time ENTRIES is the number of entries and FIELD the index of a column."""
 
 from __future__ import annotations
 
@@ -17,36 +19,35 @@ from barellm.runtime.lowering import Region, part, share
 
 @device
 def find_entry(table, ENTRIES: tl.constexpr, WIDE: tl.constexpr):
-    """This program's entry, and its number among the programs of that entry. WIDE: ENTRIES padded to a power of two."""
+    """(entry, index of this program among the programs of that entry). WIDE: ENTRIES padded to a power of two."""
     j = tl.arange(0, WIDE)
     first = tl.load(table + j, mask=j < ENTRIES, other=0x7FFFFFFF)
     program = tl.program_id(0).to(tl.int64)
-    entry = tl.sum((first <= program).to(tl.int32), 0) - 1
+    entry = tl.sum((first <= program).to(tl.int32), 0) - 1  # the entries that begin at or before this program, less one
     return entry, program - tl.load(table + entry)
 
 
 @device
 def integer(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr):
-    """An entry's field as i64."""
+    """Load an entry's field as i64."""
     return tl.load(table + FIELD * ENTRIES + entry)
 
 
 @device
 def number(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr):
-    """An entry's field as fp64."""
+    """Load an entry's field as fp64."""
     return integer(table, entry, FIELD, ENTRIES).to(tl.float64, bitcast=True)
 
 
 @device
 def pointer(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr, TYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """A pointer to elements of TYPE, a multiple of ALIGN bytes: the compiler cannot see that in a table."""
+    """Load an entry's field as a pointer to elements of TYPE. ALIGN: its alignment in bytes, which a table does not show."""
     return tl.multiple_of(integer(table, entry, FIELD, ENTRIES).to(tl.pointer_type(TYPE)), ALIGN)
 
 
 @device
 def aligned_pointer(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr, TYPE: tl.constexpr, UNIT: tl.constexpr):
-    """A pointer to elements of TYPE that is a multiple of UNIT of them, as for the matrices of a bank that have so many
-    elements."""
+    """As `pointer`, aligned to UNIT elements (16 bytes at most): so are a bank's matrices of a multiple of UNIT."""
     BYTES: tl.constexpr = UNIT * TYPE.primitive_bitwidth // 8
     ALIGN: tl.constexpr = 16 if BYTES % 16 == 0 else 8 if BYTES % 8 == 0 else 4 if BYTES % 4 == 0 else 2
     return pointer(table, entry, FIELD, ENTRIES, TYPE, ALIGN)
@@ -56,18 +57,18 @@ def aligned_pointer(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr, TY
 def matrix_pointer(
     table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr, UNIT: tl.constexpr, HALF: tl.constexpr, FP16: tl.constexpr
 ):
-    """A pointer to a matrix as `matrix_constants` describes it, a multiple of UNIT elements."""
+    """Load a field as a pointer to a matrix of the dtype that HALF and FP16 say (`matrix_constants`), aligned to UNIT elements."""
     TYPE: tl.constexpr = tl.float16 if FP16 else tl.bfloat16 if HALF else tl.float32
     return aligned_pointer(table, entry, FIELD, ENTRIES, TYPE, UNIT)
 
 
 def matrix_constants(dtype: str) -> dict[str, Any]:
-    """HALF: elements have 16 bits. FP16: they are fp16; None where they are not."""
+    """The constants of a matrix's dtype: HALF = its elements have 16 bits; FP16 = they are fp16, else None."""
     return {"HALF": dtype != "fp32", "FP16": dtype == "fp16" or None}
 
 
 def first_programs(counts: Iterable[int]) -> tuple[list[int], int]:
-    """The first program of each entry, given how many programs work for each; and the number of all programs."""
+    """(first program of each entry, number of all programs), given the number of programs of each entry."""
     *firsts, programs = accumulate(counts, initial=0)
     return firsts, programs
 
@@ -77,19 +78,19 @@ def entry_constants(entries: int) -> dict[str, int]:
     return {"ENTRIES": entries, "WIDE": pow2(entries)}
 
 
-def of_matrices(each: Sequence[Any], operands: Iterable[Any]) -> tuple[str, list[Region]]:
-    """A field of addresses: of ops' operands, an entry for each matrix of each bank."""
-    pairs = zip(each, operands, strict=True)
+def of_matrices(group: Sequence[Any], operands: Iterable[Any]) -> tuple[str, list[Region]]:
+    """A column of addresses: for each op of `group`, its operand's matrices (a bank's shares of equal size), an entry each."""
+    pairs = zip(group, operands, strict=True)
     return column(share(operand, i, op.matrices) for op, operand in pairs for i in range(op.matrices))
 
 
-def repeated(each: Sequence[Any], value: Callable[[Any], Any]) -> list[Any]:
-    """The value of an op for each matrix of its bank."""
-    return [value(op) for op in each for _ in range(op.matrices)]
+def repeated(group: Sequence[Any], value: Callable[[Any], Any]) -> list[Any]:
+    """A column of numbers: value(op), repeated for each matrix of the op's bank."""
+    return [value(op) for op in group for _ in range(op.matrices)]
 
 
 def column(operands: Iterable[Tensor | tuple[Region, str]]) -> tuple[str, list[Region]]:
-    """A field of addresses: operands of one type."""
+    """A column (kind, addresses) of operands of one dtype: tensors, or pairs of a region and a dtype."""
     pairs = [t if isinstance(t, tuple) else (part(t), t.dtype) for t in operands]
     (kind,) = {POINTER[dtype] for _, dtype in pairs}
     return kind, [region for region, _ in pairs]

@@ -1,7 +1,9 @@
 """Muon (Jordan et al. 2024) without its orthogonalization (symmetric.py), and NorMuon. Each kernel does its step for many matrices
-in one launch, by a table with the fields below (multi_tensor.py); each matrix of a bank has an entry. Shapes: param, grad, m, u, x
-(rows, cols), n = units * UNIT elements each; partials (chunks); clip (2); scales (rows), or (cols) of a wide x. HALF, FP16: the
-dtype of u and x (`matrix_constants`)."""
+in one launch, by a table with the fields below (multi_tensor.py); each matrix of a bank has an entry.
+
+Shapes: param, grad, m, u, x (rows, cols), n = units * UNIT elements each; partials (chunks); scales (rows), or (cols) of a wide x;
+clip (2) = [gradient norm, factor that clips it], whose factor is NaN if the norm is not finite: then a step changes nothing.
+ENTRIES, WIDE: `entry_constants`. HALF, FP16: the dtype of u and x (`matrix_constants`). SPAN: elements of a program."""
 
 from __future__ import annotations
 
@@ -44,12 +46,12 @@ TINY = constant(LEAST)
 
 @device
 def muon_momentum(
-    table, clip, scalars,
-    ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    table, clip, scalars, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     NESTEROV: tl.constexpr, HALF: tl.constexpr, FP16: tl.constexpr,
 ):  # fmt: skip
-    """Momentum: m = momentum m + (1 - momentum) grad, u = m or its Nesterov step, and partials, the sums of u^2. A program does one
-    CHUNK of a matrix. Where the gradient's norm is not finite m stays and u is zero."""
+    """m = momentum m + (1 - momentum) g, g being the clipped gradient; u = the new m, or where NESTEROV momentum m + (1 - momentum)
+    g once more; partials = sums of u^2, one for each CHUNK, which a program does. If the gradient's norm is not finite, m stays and
+    u is zero."""
     entry, chunk = find_entry(table, ENTRIES, WIDE)
     n = integer(table, entry, UNITS, ENTRIES) * UNIT
     m = aligned_pointer(table, entry, M, ENTRIES, tl.float32, UNIT)
@@ -74,17 +76,17 @@ def muon_momentum(
 
 @lowering("muon_momentum")
 def lower_momentum(op: Any, c: Lowering) -> None:
-    """One launch for the momentum of a group of matrices."""
-    each: list[Any] = members(op)
-    unit = matrix_unit(each[0], each[0].grad)
-    firsts, programs = first_programs(repeated(each, lambda o: o.chunks(o.grad)))
-    units = repeated(each, lambda o: o.grad.size // o.matrices // unit)
+    """Launch muon_momentum once for a group of ops, with a table entry for each of their matrices."""
+    group: list[Any] = members(op)
+    unit = matrix_unit(group[0], group[0].grad)
+    firsts, programs = first_programs(repeated(group, lambda o: o.chunks(o.grad)))
+    units = repeated(group, lambda o: o.grad.size // o.matrices // unit)
     fields = {"first": ("i64", firsts), "units": ("i64", units)}
-    fields |= {name: of_matrices(each, (getattr(o, name) for o in each)) for name in MOMENTUM_FIELDS[2:]}
+    fields |= {name: of_matrices(group, (getattr(o, name) for o in group)) for name in MOMENTUM_FIELDS[2:]}
     table = Table(fields, writes=("m", "u", "partials"))
     constants = {**entry_constants(len(units)), "UNIT": unit, "CHUNK": CHUNK, "BLOCK": 8 * BLOCK}
-    constants |= {"NESTEROV": bool(op.nesterov), **matrix_constants(each[0].u.dtype)}
-    operands = {"table": table, "clip": each[0].clip}
+    constants |= {"NESTEROV": bool(op.nesterov), **matrix_constants(group[0].u.dtype)}
+    operands = {"table": table, "clip": group[0].clip}
     c.launch(muon_momentum, operands, constants, grid=lambda s: (programs,), writes="", warps=16)
 
 
@@ -93,8 +95,9 @@ def muon_normalize(
     table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
     HALF: tl.constexpr, FP16: tl.constexpr, SUM_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x = u / (norm(u) margin + eps), SPAN elements for each program. Each program adds up all of its matrix's few partial sums, in
-    the same order."""
+    """x = u / (margin |u| + eps), the start of the Newton-Schulz steps, SPAN elements for each program. |u|^2 is the sum of the
+    matrix's partial sums, which each program computes for itself, in the same order: they are few. `margin` > 1 keeps the spectral
+    norm below 1 in spite of rounding."""
     entry, block = find_entry(table, ENTRIES, WIDE)
     n, count = integer(table, entry, UNITS, ENTRIES) * UNIT, integer(table, entry, COUNT, ENTRIES)
     sums, j = pointer(table, entry, SUMS, ENTRIES, tl.float32, 4), tl.arange(0, SUM_BLOCK)
@@ -113,18 +116,18 @@ def muon_normalize(
 
 @lowering("muon_normalize")
 def lower_normalize(op: Any, c: Lowering) -> None:
-    """One launch for the normalization of a group of matrices."""
-    each: list[Any] = members(op)
-    unit = matrix_unit(each[0], each[0].u)
-    sizes = repeated(each, lambda o: o.u.size // o.matrices)
+    """Launch muon_normalize once for a group of ops, with a table entry for each of their matrices."""
+    group: list[Any] = members(op)
+    unit = matrix_unit(group[0], group[0].u)
+    sizes = repeated(group, lambda o: o.u.size // o.matrices)
     firsts, programs = first_programs(ceil_div(n, SPAN) for n in sizes)
     fields = {"first": ("i64", firsts), "units": ("i64", [n // unit for n in sizes])}
-    fields |= {name: of_matrices(each, (getattr(o, name) for o in each)) for name in ("x", "u", "partials")}
-    fields |= {"count": ("i64", repeated(each, lambda o: o.chunks(o.u)))}
-    fields |= {"margin": ("fp64", repeated(each, lambda o: float(o.margin)))}
-    fields |= {"eps": ("fp64", repeated(each, lambda o: float(o.eps)))}
+    fields |= {name: of_matrices(group, (getattr(o, name) for o in group)) for name in ("x", "u", "partials")}
+    fields |= {"count": ("i64", repeated(group, lambda o: o.chunks(o.u)))}
+    fields |= {"margin": ("fp64", repeated(group, lambda o: float(o.margin)))}
+    fields |= {"eps": ("fp64", repeated(group, lambda o: float(o.eps)))}
     constants = {**entry_constants(len(sizes)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK}
-    constants |= {**matrix_constants(each[0].u.dtype), "SUM_BLOCK": 64}
+    constants |= {**matrix_constants(group[0].u.dtype), "SUM_BLOCK": 64}
     table = Table(fields, writes=("x",))
     c.launch(muon_normalize, {"table": table}, constants, grid=lambda s: (programs,), writes="")
 
@@ -134,7 +137,7 @@ def lower_normalize(op: Any, c: Lowering) -> None:
 
 @device
 def row_means(means, x, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """means (rows) of the squares of x (rows, C), along rows: BR of them for each program."""
+    """means (rows) = the mean of the squares of each row of x (rows, C). A program does BR rows, in blocks of BC columns."""
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     total = tl.zeros((BR, BC), tl.float32)
     for first in range(0, C, BC):
@@ -147,8 +150,8 @@ def row_means(means, x, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexp
 
 @device
 def column_means(means, x, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """means (C) of the squares of x (rows, C), along columns: BC of them for each program; axis 1 of the grid is the matrix of a
-    bank."""
+    """means (C) = the mean of the squares of each column of x (rows, C). A program does BC columns, in blocks of BR rows; axis 1 of
+    the grid is the matrix of a bank."""
     column = tl.program_id(0) * BC + tl.arange(0, BC)
     means += tl.program_id(1) * C
     x += tl.program_id(1).to(tl.int64) * rows * C
@@ -163,25 +166,26 @@ def column_means(means, x, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.const
 
 @device
 def scales_of_means(second, scales, means, clip, n, EACH: tl.constexpr, BETA2: tl.constexpr, BLOCK: tl.constexpr):
-    """NorMuon's second moment `second` (n) of the means, and scales (n) = 1 / its root, times the ratio that keeps the norm of x.
-    One program for each matrix of a bank; each mean is of EACH elements."""
+    """NorMuon's factors of the rows (or columns): second (n) = BETA2 second + (1 - BETA2) means; scales (n) = ratio / sqrt(second),
+    where the ratio is such that the scaled x has the norm of x. `means` (n): the mean squares of EACH elements. One program does a
+    matrix of a bank. If the gradient's norm is not finite, `second` stays."""
     second += tl.program_id(0) * n
     scales += tl.program_id(0) * n
     means += tl.program_id(0) * n
     scale, j = tl.load(clip + 1), tl.arange(0, BLOCK)
-    before, after = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
+    sum_before, sum_after = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
     for first in range(0, n, BLOCK):
         mask = first + j < n
         mean = tl.load(means + first + j, mask=mask, other=0.0)
         old = tl.load(second + first + j, mask=mask, other=1.0)
         new = tl.where(scale == scale, BETA2 * old + (1.0 - BETA2) * mean, old)
-        d = 1.0 / tl.sqrt(tl.maximum(new, TINY))
+        inv_root = 1.0 / tl.sqrt(tl.maximum(new, TINY))
         tl.store(second + first + j, new, mask=mask)
-        before += mean.to(tl.float64)
-        after += mean.to(tl.float64) * d.to(tl.float64) * d.to(tl.float64)
-    norm, scaled = tl.sqrt(tl.sum(before, 0) * EACH), tl.sqrt(tl.sum(after, 0) * EACH)
+        sum_before += mean.to(tl.float64)
+        sum_after += mean.to(tl.float64) * inv_root.to(tl.float64) * inv_root.to(tl.float64)
+    norm, scaled = tl.sqrt(tl.sum(sum_before, 0) * EACH), tl.sqrt(tl.sum(sum_after, 0) * EACH)
     ratio = (norm / tl.maximum(scaled, TINY)).to(tl.float32)
-    tl.debug_barrier()
+    tl.debug_barrier()  # the second loop loads what other threads stored
     for first in range(0, n, BLOCK):
         mask = first + j < n
         new = tl.load(second + first + j, mask=mask, other=1.0)
@@ -190,7 +194,7 @@ def scales_of_means(second, scales, means, clip, n, EACH: tl.constexpr, BETA2: t
 
 @lowering("normuon_scales")
 def lower_scales(op: Any, c: Lowering) -> None:
-    """Means of the squares of x, of each row or, of a wide x, of each column; then their scales."""
+    """Launch the means of squares of the rows of x, or of the columns of a wide x, then the factors from them."""
     rows, C = op.one(op.x)
     means = c.scratch("means", op.second.shape)
     operands, wide = {"means": means, "x": op.x}, rows < C
@@ -211,14 +215,14 @@ def lower_scales(op: Any, c: Lowering) -> None:
 
 @device
 def muon_update(
-    table, clip, scalars,
-    ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    table, clip, scalars, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
     FORMAT: tl.constexpr, HALF: tl.constexpr, FP16: tl.constexpr,
     RATE: tl.constexpr, SCALED: tl.constexpr, CAUTIOUS: tl.constexpr, SQUARED: tl.constexpr,
 ):  # fmt: skip
-    """param = p - decay p - size x, size = lr * lr_scale * scale: everything read and written once, SPAN elements for each program.
-    SCALED: "rows" or "columns" of x have a factor each, of `scales`; or "". CAUTIOUS: decay only where it has the update's sign.
-    SQUARED: decay is multiplied by size too. RATE: index of the learning rate among the scalars."""
+    """param = p - decay p - update, update = size x, size = lr * scale, decay = lr * weight decay (times size if SQUARED), where lr
+    is the scalar number RATE times lr_scale; in one pass, SPAN elements for each program. SCALED: x is multiplied by NorMuon's
+    factor of its "rows" or "columns", or "" by none. CAUTIOUS: an element decays only where its update has the weight's sign, so
+    that both make it smaller."""
     norm_factor = tl.load(clip + 1)
     if norm_factor == norm_factor:  # NaN says that the gradient's norm is not finite: nothing changes
         entry, block = find_entry(table, ENTRIES, WIDE)
@@ -250,29 +254,29 @@ def muon_update(
 
 @lowering("muon_update", also={"param": PLANES})
 def lower_update(op: Any, c: Lowering) -> None:
-    """One launch for the update of a group of matrices with equal formats."""
-    each: list[Any] = members(op)
-    param = each[0].outputs["param"]
-    unit = matrix_unit(each[0], param)
-    sizes = repeated(each, lambda o: o.x.size // o.matrices)
+    """Launch muon_update once for a group of ops with equal weight formats, a table entry for each matrix."""
+    group: list[Any] = members(op)
+    param = group[0].outputs["param"]
+    unit = matrix_unit(group[0], param)
+    sizes = repeated(group, lambda o: o.x.size // o.matrices)
     firsts, programs = first_programs(ceil_div(n, SPAN) for n in sizes)
-    scaled = each[0].scales is not None
-    rows, cols = each[0].one(each[0].x)
-    planes = [weight_operands("param", o.outputs["param"]) for o in each]
-    lo = of_matrices(each, (p["param_lo"] for p in planes)) if planes[0]["param_lo"] else ("i64", [0] * len(sizes))
+    scaled = group[0].scales is not None
+    rows, cols = group[0].one(group[0].x)
+    planes = [weight_operands("param", o.outputs["param"]) for o in group]
+    lo = of_matrices(group, (p["param_lo"] for p in planes)) if planes[0]["param_lo"] else ("i64", [0] * len(sizes))
     columns = {
         "first": ("i64", firsts), "units": ("i64", [n // unit for n in sizes]),
-        "param": of_matrices(each, (p["param"] for p in planes)), "lo": lo, "x": of_matrices(each, (o.x for o in each)),
-        "scales": of_matrices(each, (o.scales for o in each)) if scaled else ("i64", [0] * len(sizes)),
-        "scale": ("fp64", repeated(each, lambda o: float(o.scale))),
-        "lr_scale": ("fp64", repeated(each, lambda o: float(o.lr_scale))),
-        "decay": ("fp64", repeated(each, lambda o: float(o.weight_decay))),
-        "cols": ("i64", repeated(each, lambda o: int(o.x.shape[1]))),
+        "param": of_matrices(group, (p["param"] for p in planes)), "lo": lo, "x": of_matrices(group, (o.x for o in group)),
+        "scales": of_matrices(group, (o.scales for o in group)) if scaled else ("i64", [0] * len(sizes)),
+        "scale": ("fp64", repeated(group, lambda o: float(o.scale))),
+        "lr_scale": ("fp64", repeated(group, lambda o: float(o.lr_scale))),
+        "decay": ("fp64", repeated(group, lambda o: float(o.weight_decay))),
+        "cols": ("i64", repeated(group, lambda o: int(o.x.shape[1]))),
     }  # fmt: skip
     constants = {
         **entry_constants(len(sizes)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK, **weight_constants(param),
-        **matrix_constants(each[0].x.dtype), "CAUTIOUS": bool(each[0].cautious), "SQUARED": each[0].squared or None,
-        "RATE": SCALARS[each[0].rate].index, "SCALED": ("columns" if rows < cols else "rows") if scaled else "",
+        **matrix_constants(group[0].x.dtype), "CAUTIOUS": bool(group[0].cautious), "SQUARED": group[0].squared or None,
+        "RATE": SCALARS[group[0].rate].index, "SCALED": ("columns" if rows < cols else "rows") if scaled else "",
     }  # fmt: skip
     table = Table({name: columns[name] for name in UPDATE_FIELDS}, writes=("param", "lo"))
-    c.launch(muon_update, {"table": table, "clip": each[0].clip}, constants, grid=lambda s: (programs,), writes="")
+    c.launch(muon_update, {"table": table, "clip": group[0].clip}, constants, grid=lambda s: (programs,), writes="")

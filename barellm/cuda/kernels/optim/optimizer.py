@@ -1,5 +1,7 @@
 """Global gradient norm, clipping and AdamW, each for all parameters in one launch, by a table with the fields below
-(multi_tensor.py). Shapes: grad, param, m, v flat, n = units * UNIT elements each; partials (chunks); clip (2) = [norm, factor]."""
+(multi_tensor.py). Shapes: grad, param, m, v flat, n = units * UNIT elements each; partials (chunks); clip (2) = [norm, factor that
+clips], whose factor is NaN if the norm is not finite: then the step changes nothing. ENTRIES, WIDE: `entry_constants`. SPAN:
+elements of a program."""
 
 from __future__ import annotations
 
@@ -46,8 +48,8 @@ PARAM, LO, M, V, GRAD, WEIGHT_DECAY, STREAM, ORIGIN = (constant(UPDATE_FIELDS.in
 
 @device
 def sum_squares(table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """partials = the sum of squares of each CHUNK of each tensor x, a program for each chunk. A small matrix has few chunks, so
-    each program has many loads in flight."""
+    """partials = the sum of squares of each CHUNK of each tensor x, one program for each chunk. A small matrix has few chunks, so
+    BLOCK is large: each program needs many loads in flight."""
     entry, chunk = find_entry(table, ENTRIES, WIDE)
     n = integer(table, entry, UNITS, ENTRIES) * UNIT
     x = pointer(table, entry, X, ENTRIES, tl.float32, 16)
@@ -61,7 +63,7 @@ def sum_squares(table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.const
 
 @lowering("sum_squares", floats="fp32", spans="x partials")
 def lower_sum_squares(op: Any, c: Lowering) -> None:
-    """One launch for the sums of squares of a group of gradients."""
+    """Launch sum_squares once for a group of gradients."""
     sums: list[Any] = members(op)
     unit = unit_of(sums[0].x)
     firsts, programs = first_programs(ceil_div(s.x.size, CHUNK) for s in sums)
@@ -116,14 +118,13 @@ def clip_scale(
 
 @lowering("clip_scale", floats="fp32", also={"skipped": "i32", "loss_scale": "i32"})
 def lower_clip_scale(op: Any, c: Lowering) -> None:
-    """The global norm from the partial sums of all parameters, which are the op's inputs besides its state."""
+    """Launch the global norm, computed from the partial sums of all parameters: the op's inputs without its in-place state."""
     partials = [t for name, t in op.inputs.items() if name not in op.inplace]
     count = len(partials)
     fields = {"partials": ("*fp32", [part(t) for t in partials]), "count": ("i64", [t.size for t in partials])}
     operands = {name: op.outputs.get(name) for name in ("clip", "skipped", "loss_scale")}
     c.launch(
-        clip_scale,
-        {**operands, "totals": c.scratch("totals", (count,), "fp64"), "counter": COUNTER, "table": Table(fields)},
+        clip_scale, {**operands, "totals": c.scratch("totals", (count,), "fp64"), "counter": COUNTER, "table": Table(fields)},
         {"LIMIT": float(op.attrs["clip"]), **entry_constants(count), "BLOCK": 512}, grid=lambda s: (count,),
         writes="totals clip skipped loss_scale",
     )  # fmt: skip
@@ -133,9 +134,9 @@ def lower_clip_scale(op: Any, c: Lowering) -> None:
 def step_factors(
     factors, scalars, LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, LR_SCALE: tl.constexpr, CAUTIOUS: tl.constexpr
 ):
-    """factors (2), computed in fp64: the learning rate divided by the first bias correction, 1 - beta1^step, and for CAUTIOUS times
-    the root of the second; and 1 / root of the second. One program does it: in each thread of the update it took 90 fp64
-    instructions and three calls. LOG_BETA: log2 of a beta."""
+    """Compute the step's factors (2) in fp64: [lr / (1 - beta1^step), 1 / sqrt(1 - beta2^step)], the first times sqrt(1 -
+    beta2^step) where CAUTIOUS. LOG_BETA: log2 of a beta. A launch of one program does it: in each thread of the update it took 90
+    fp64 instructions and three calls."""
     lr, step = scalar_fp64(scalars, LR) * LR_SCALE, tl.load(scalars + STEP).to(tl.float64)
     rate, root = lr / (1.0 - tl.exp2(step * LOG_BETA1)), tl.sqrt(1.0 - tl.exp2(step * LOG_BETA2))
     if CAUTIOUS:
@@ -152,11 +153,11 @@ def adamw(
     FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr, CAUTIOUS: tl.constexpr, BF16: tl.constexpr,
     M_MANTISSA: tl.constexpr, M_SIGNED: tl.constexpr, V_MANTISSA: tl.constexpr, V_SIGNED: tl.constexpr,
 ):  # fmt: skip
-    """param = p (1 - lr wd) - lr m^ / (sqrt(v^) + eps), m and v: everything read and written once, SPAN elements for each program.
-    `factors`: those of `step_factors`. FORMAT: the planes of a weight (storage.py). M_ and V_MANTISSA, _SIGNED: formats of the
-    moments. STOCHASTIC: 16-bit moments are rounded stochastically, by the shared words of the parameter's random stream, from
-    element ORIGIN on. CAUTIOUS: modded-nanogpt's Adam, whose eps is added before the second bias correction, and whose decay lr^2
-    wd p applies only where it has the update's sign. BF16: the new weight is rounded to bf16."""
+    """AdamW: param = p (1 - lr wd) - lr m^ / (sqrt(v^) + eps), and the moments m and v, in one pass, SPAN elements for each
+    program. `factors`: those of `step_factors`. CAUTIOUS: modded-nanogpt's Adam, whose eps is added before the second bias
+    correction, and whose decay lr^2 wd p applies only where it has the update's sign. Formats: FORMAT, the planes of a weight
+    (storage.py); M_ and V_MANTISSA, _SIGNED, the moments; BF16: the new weight is rounded to bf16. STOCHASTIC: 16-bit moments are
+    rounded stochastically, by the parameter's random stream from element ORIGIN on (a rank's shard begins there)."""
     scale = tl.load(clip + 1)
     if scale == scale:  # NaN says that the gradient's norm is not finite: nothing changes
         entry, block = find_entry(table, ENTRIES, WIDE)
@@ -185,7 +186,8 @@ def adamw(
                 stream = integer(table, entry, STREAM, ENTRIES)
                 k0, k1 = sample_key(scalars, tl.full((), 0, tl.int64), stream)
                 bits = shared_words(k0, k1, integer(table, entry, ORIGIN, ENTRIES) + first, BLOCK)
-                dither_m, dither_v = (bits & 0x3FFF).to(tl.int32), (bits >> 19).to(tl.int32)
+                # As many random bits as the codes of m and v drop of fp32's mantissa: 23 - 9 and 23 - 10.
+                dither_m, dither_v = ((bits & 0x3FFF).to(tl.int32), (bits >> 19).to(tl.int32))
             g = tl.load(grad + i, mask=mask, other=0.0) * scale
             mean = BETA1 * load_moment(m, i, mask, M_MANTISSA, M_SIGNED) + (1.0 - BETA1) * g
             square = BETA2 * load_moment(v, i, mask, V_MANTISSA, V_SIGNED) + (1.0 - BETA2) * g * g
@@ -203,13 +205,13 @@ def adamw(
 
 
 def _log2(beta: float) -> float:
-    """log2 of a decay rate; for 0 an exponent of which 2 is 0 in fp64."""
+    """log2 of a decay rate; for 0 an exponent whose power of two is 0 in fp64."""
     return log2(beta) if beta else -2048.0
 
 
 @lowering("adamw", "cautious_adam", floats="fp32", also={"param": PLANES, "m": "e6m9", "v": "ue6m10"}, spans="param grad")
 def lower_update(op: Any, c: Lowering) -> None:
-    """The factors of the step, then one update of a group of parameters with equal formats and hyperparameters."""
+    """Launch step_factors, then adamw once for a group of parameters with equal formats and hyperparameters."""
     updates: list[Any] = members(op)
     cautious = updates[0].name == "cautious_adam"
     params, ms, vs = ([u.outputs[name] for u in updates] for name in ("param", "m", "v"))
@@ -241,6 +243,5 @@ def lower_update(op: Any, c: Lowering) -> None:
     }  # fmt: skip
     table = Table({name: columns[name] for name in UPDATE_FIELDS}, writes=("param", "lo", "m", "v"))
     c.launch(
-        adamw, {"table": table, "clip": updates[0].clip, "factors": factors}, constants, grid=lambda s: (programs,),
-        writes="",
+        adamw, {"table": table, "clip": updates[0].clip, "factors": factors}, constants, grid=lambda s: (programs,), writes="",
     )  # fmt: skip

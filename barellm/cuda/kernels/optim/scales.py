@@ -1,6 +1,6 @@
-"""Scales of 8-bit formats that follow the numbers they are for (program/ops/optim/scales.py). Shapes: history (ENTRIES): the
-largest |x| of the last steps; bias (2): exponent of a floating format's largest numbers, and steps so far; scale (1); sums (4):
-those of exponents.py; x and y flat. PER_TARGET: x is a gradient, measured relative to inv_targets."""
+"""Scales of 8-bit formats that follow the statistics of a tensor (delayed scaling; program/ops/optim/scales.py). Shapes: history
+(ENTRIES): the largest |x| of the last steps; bias (2): exponent of a floating format's largest numbers, and steps so far; scale
+(1); sums (4): those of exponents.py; x and y flat. PER_TARGET: x is a gradient, measured relative to inv_targets."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def delayed_scale(scale, history, ENTRIES: tl.constexpr, PER_NUMBER: tl.constexp
 
 @device
 def remember(history, sums, scalars, ENTRIES: tl.constexpr, PER_TARGET: tl.constexpr, BLOCK: tl.constexpr):
-    """Shift the history by one entry and put the largest |x| of `sums` in front. All entries are read before the first is
-    written."""
+    """Shift the history by one entry and put the largest |x| in front. All entries are read before the first is written."""
     i = tl.arange(0, BLOCK)
     before = tl.load(history + i - 1, mask=(i > 0) & (i < ENTRIES), other=0.0)
     top = tl.load(sums + LARGEST)
@@ -44,8 +43,8 @@ def remember(history, sums, scalars, ENTRIES: tl.constexpr, PER_TARGET: tl.const
 
 @device
 def float_bias(bias, sums, scalars, elements, DEVIATING: tl.constexpr, PER_TARGET: tl.constexpr):
-    """The update of bias from the sums of x (`elements`), in steps 0, FIRST, twice that and so on up to LAST, then every LAST
-    steps: the exponent of its largest |x| plus ABOVE or, DEVIATING, of mean |x| plus DEVIATIONS standard deviations."""
+    """Update the exponent in bias from the sums of x (`elements`), at steps 0, FIRST, 2 FIRST, 4 FIRST ... LAST, then every LAST
+    steps: the exponent of its largest |x| plus ABOVE or, with DEVIATING, of mean |x| plus DEVIATIONS standard deviations."""
     exponent_now, number = tl.load(bias), tl.load(bias + 1)
     count = number.to(tl.int32)
     doubling = (count >= FIRST) & (count < LAST) & ((count & (count - 1)) == 0)
@@ -75,13 +74,11 @@ def power(exponent):
 @kernel("round_floating", also={"x": PLANES}, constants=lambda op: {"DENORMALS": op.denormals, "PER_TARGET": op.per_target})
 @device
 def round_floating(
-    y, x, bias, scalars, units,
-    DENORMALS: tl.constexpr, PER_TARGET: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    y, x, bias, scalars, units, DENORMALS: tl.constexpr, PER_TARGET: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """y = x rounded to a floating format with FRACTION mantissa bits whose largest exponent is bias[0]; larger numbers saturate.
     Normal numbers are rounded in their bits: half a unit is added, and the lower bits are cut off. DENORMALS: below `least` to a
-    multiple of the denormals' unit, whose fraction is compared with a half, for a sum with one could round; else to zero or
-    `least`."""
+    multiple of the denormals' unit, whose fraction is compared with a half (a sum could round); else to zero or `least`."""
     i, mask = flat_indices(units, UNIT, BLOCK)
     value = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
     if PER_TARGET:

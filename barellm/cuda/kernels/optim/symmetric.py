@@ -1,8 +1,9 @@
-"""Muon's orthogonalization (Newton-Schulz, Polar Express): GEMMs with symmetric results, and x times them. Each is done for all
-matrices of one shape in one launch, by a table of their addresses (multi_tensor.py), axis 1 of the grid being the matrix.
+"""Muon's orthogonalization (Newton-Schulz, Polar Express): GEMMs with symmetric results (SYRK), and x times them. One launch does
+all matrices of one shape, by a table of their addresses (multi_tensor.py): axis 0 of the grid is the tile, axis 1 the matrix.
 
-Shapes: a, b (N, N); x, y (M, N) tall or (N, M) wide. Of a symmetric result only tiles that reach below the diagonal are computed.
-What is below it is stored as it is and transposed, so both triangles are bitwise equal. HALF, FP16: `matrix_constants`."""
+Shapes: a, b (N, N); x, y (M, N) tall or (N, M) wide. Of a symmetric result only tiles that reach below the diagonal are computed;
+each is stored as it is and transposed, so both triangles are bitwise equal. ENTRIES: matrices of the table. HALF, FP16: the
+matrices' dtype (`matrix_constants`). TF32: fp32 inputs are rounded to TF32 for the tensor cores."""
 
 from __future__ import annotations
 
@@ -23,11 +24,12 @@ def symmetric_product(
     table, ENTRIES: tl.constexpr, N: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, POLYNOMIAL: tl.constexpr,
     HALF: tl.constexpr, FP16: tl.constexpr, TF32: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One B x B tile of out (N, N) = x x^T of x (N, DEPTH), or x^T x of x (DEPTH, N) where COLUMNS; or, POLYNOMIAL, linear x +
-    square x x of a symmetric x (N, N), with factors from the table. Tiles above the diagonal do nothing."""
+    """One B x B tile of out (N, N) = x x^T of x (N, DEPTH), or x^T x of x (DEPTH, N) where COLUMNS; or, where POLYNOMIAL, linear x
+    + square x x of a symmetric x (N, N), with factors from the table. The loop over the depth has steps of BK. Programs of tiles
+    above the diagonal return at once."""
     TILES: tl.constexpr = (N + B - 1) // B
     m0, n0, entry = tl.program_id(0) // TILES * B, tl.program_id(0) % TILES * B, tl.program_id(1)
-    if n0 <= m0:
+    if n0 <= m0:  # the tile reaches below the diagonal
         out = matrix_pointer(table, entry, OUT, ENTRIES, N, HALF, FP16)
         x = matrix_pointer(table, entry, X, ENTRIES, N if COLUMNS else DEPTH, HALF, FP16)
         m, n, k = m0 + tl.arange(0, B), n0 + tl.arange(0, B), tl.arange(0, BK)
@@ -66,8 +68,8 @@ def gram_apply(
     table, ENTRIES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     HALF: tl.constexpr, FP16: tl.constexpr, TF32: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One (BM, BN) tile of y (M, N) = scale x + a (M, K) b (K, N): a, b are x and a symmetric matrix, in the order that their
-    shapes want."""
+    """One BM x BN tile of y (M, N) = scale x + a (M, K) @ b (K, N), the last GEMM of a Newton-Schulz step: a and b are x and a
+    symmetric polynomial b of its Gram matrix if x is tall, b and x if it is wide. The loop over K has steps of BK."""
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     m0, n0, entry = tl.program_id(0) // n_tiles * BM, tl.program_id(0) % n_tiles * BN, tl.program_id(1)
     y = matrix_pointer(table, entry, APPLY_Y, ENTRIES, N, HALF, FP16)
@@ -93,12 +95,12 @@ def gram_apply(
 
 
 def side_of(n: int, dtype: str) -> int:
-    """Rows and columns of a tile of an (n, n) result: few large ones leave a GPU idle."""
+    """Rows and columns of the square tile of an (n, n) result: a few large ones leave multiprocessors idle."""
     return 128 if dtype != "fp32" and n >= 512 else 64 if n > 32 else 32
 
 
 def tile_constants(c: Lowering, n: int, dtype: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """(constants, compiler's options) of a GEMM on tiles with sides as `side_of` says."""
+    """(compile-time constants, compiler options) of a GEMM whose square tiles have the side of `side_of`."""
     side = side_of(n, dtype)
     tf32 = c.target.tf32 if dtype == "fp32" else None
     constants = {**matrix_constants(dtype), "TF32": tf32 or None, "BK": 32 if dtype == "fp32" else 64}
@@ -106,49 +108,50 @@ def tile_constants(c: Lowering, n: int, dtype: str) -> tuple[dict[str, Any], dic
 
 
 def _symmetric(
-    c: Lowering, each: list[Any], outs: list[Any], xs: list[Any], *, depth: int, columns: bool, factors: dict[str, Any]
+    c: Lowering, group: list[Any], outs: list[Any], xs: list[Any], *, depth: int, columns: bool, factors: dict[str, Any]
 ) -> None:
-    """Launch symmetric_product for the ops `each`: `outs` from `xs`, both a tensor for each op; `factors`: fields of a polynomial,
-    or {}."""
+    """Launch symmetric_product for the ops `each`, from tensors `xs` into `outs` (one of each for an op). `factors`: the table's
+    fields linear and square of a polynomial, or {}."""
     n, dtype = int(outs[0].shape[1]), xs[0].dtype
     constants, options = tile_constants(c, n, dtype)
-    side, entries = side_of(n, dtype), sum(o.matrices for o in each)
+    side, entries = side_of(n, dtype), sum(o.matrices for o in group)
     constants |= {"ENTRIES": entries, "N": n, "DEPTH": depth, "COLUMNS": columns, "B": side}
     constants |= {"POLYNOMIAL": bool(factors)}
-    table = Table({"out": of_matrices(each, outs), "x": of_matrices(each, xs), **factors}, writes=("out",))
+    table = Table({"out": of_matrices(group, outs), "x": of_matrices(group, xs), **factors}, writes=("out",))
     tiles = ceil_div(n, side) ** 2
     c.launch(symmetric_product, {"table": table}, constants, grid=lambda s: (tiles, entries), writes="", **options)
 
 
 @lowering("gram")
 def lower_gram(op: Any, c: Lowering) -> None:
-    each: list[Any] = members(op)
-    depth, tall = max(each[0].one(each[0].x)), each[0].is_tall(each[0].x)
-    _symmetric(c, each, [o.a for o in each], [o.x for o in each], depth=depth, columns=tall, factors={})
+    group: list[Any] = members(op)
+    depth, tall = max(group[0].one(group[0].x)), group[0].is_tall(group[0].x)
+    _symmetric(c, group, [o.a for o in group], [o.x for o in group], depth=depth, columns=tall, factors={})
 
 
 @lowering("gram_polynomial")
 def lower_polynomial(op: Any, c: Lowering) -> None:
-    each: list[Any] = members(op)
-    factors = {"linear": ("fp64", repeated(each, lambda o: float(o.linear)))}
-    factors |= {"square": ("fp64", repeated(each, lambda o: float(o.square)))}
-    n = int(each[0].a.shape[1])
-    _symmetric(c, each, [o.b for o in each], [o.a for o in each], depth=n, columns=False, factors=factors)
+    """b = linear a + square a a, with fp64 factors in the table, so that Newton-Schulz steps share the code."""
+    group: list[Any] = members(op)
+    factors = {"linear": ("fp64", repeated(group, lambda o: float(o.linear)))}
+    factors |= {"square": ("fp64", repeated(group, lambda o: float(o.square)))}
+    n = int(group[0].a.shape[1])
+    _symmetric(c, group, [o.b for o in group], [o.a for o in group], depth=n, columns=False, factors=factors)
 
 
 @lowering("gram_apply")
 def lower_apply(op: Any, c: Lowering) -> None:
     """y = scale x + x b of tall, scale x + b x of wide matrices x."""
-    each: list[Any] = members(op)
-    x, entries = each[0].x, sum(o.matrices for o in each)
-    (rows, cols), tall = each[0].one(x), each[0].is_tall(x)
-    xs, bs = [o.x for o in each], [o.b for o in each]
+    group: list[Any] = members(op)
+    x, entries = group[0].x, sum(o.matrices for o in group)
+    (rows, cols), tall = group[0].one(x), group[0].is_tall(x)
+    xs, bs = [o.x for o in group], [o.b for o in group]
     side = side_of(min(rows, cols), x.dtype)
     constants, options = tile_constants(c, min(rows, cols), x.dtype)
     constants |= {"ENTRIES": entries, "M": rows, "N": cols, "K": min(rows, cols), "BM": side, "BN": side}
-    operands = {"y": [o.y for o in each], "a": xs if tall else bs, "b": bs if tall else xs, "x": xs}
-    fields: dict[str, Any] = {name: of_matrices(each, tensors) for name, tensors in operands.items()}
-    fields["scale"] = ("fp64", repeated(each, lambda o: float(o.scale)))
+    operands = {"y": [o.y for o in group], "a": xs if tall else bs, "b": bs if tall else xs, "x": xs}
+    fields: dict[str, Any] = {name: of_matrices(group, tensors) for name, tensors in operands.items()}
+    fields["scale"] = ("fp64", repeated(group, lambda o: float(o.scale)))
     tiles = ceil_div(rows, side) * ceil_div(cols, side)
     table = Table(fields, writes=("y",))
     c.launch(gram_apply, {"table": table}, constants, grid=lambda s: (tiles, entries), writes="", **options)

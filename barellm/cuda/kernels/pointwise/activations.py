@@ -1,6 +1,5 @@
-"""Activations on fp32 values. What they mean is said in program/ops/pointwise/elementwise.py.
-
-Each is two functions, the value and the slope, and a line in each of `value_of` and `slope_of`, by the names of its two ops."""
+"""Activations on fp32 values, which program/ops/pointwise/elementwise.py defines. Each is two functions, the value and the slope
+(derivative), and a line in each of `value_of` and `slope_of`, by the names of its two ops."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ LOG2_E, ROOT_HALF, DENSITY = constant(log2(e)), constant(sqrt(0.5)), constant(1 
 
 @device
 def inverse(x):
-    """1 / x of fp32 values within an ulp, by one instruction; a division scales its operands, which takes three more. What would be
-    denormal is zero."""
+    """1 / x of fp32 values within an ulp, by one instruction (a division, which scales its operands, takes four). Denormals: 0."""
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
 
 
@@ -76,13 +74,13 @@ def silu_slope(x):
 
 @device
 def normal_below(x):
-    """The probability that a normal number is below x, within 2^-24."""
+    """The normal distribution function: the probability that a standard normal is below x, within 2^-24."""
     return 0.5 + 0.5 * tl.erf(x * ROOT_HALF)
 
 
 @device
 def value_of(x, NAME: tl.constexpr):
-    """An activation of fp32 values."""
+    """The activation NAME of fp32 values; NAME is known at compile time, so one branch is left."""
     if NAME == "gelu":
         y = gelu_value(x)
     elif NAME == "relu":
@@ -98,7 +96,7 @@ def value_of(x, NAME: tl.constexpr):
 
 @device
 def slope_of(x, NAME: tl.constexpr):
-    """The derivative of an activation at fp32 values."""
+    """The derivative of an activation at fp32 values; NAME: that of the derivative's op."""
     if NAME == "gelu_backward":
         y = gelu_slope(x)
     elif NAME == "relu_backward":

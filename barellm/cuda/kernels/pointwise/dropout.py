@@ -13,7 +13,7 @@ from barellm.program.ops.pointwise.random import keep_scale, threshold
 
 @device
 def keep_mask(row, column, scalars, seq, stream, THRESHOLD: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """The mask (BR, BC) of the elements that dropout keeps, of rows `row` (BR,) i64 and BC columns from `column` on."""
+    """The mask (BR, BC) of the elements that dropout keeps, for rows `row` (BR,) i64 and BC columns from `column` on."""
     k0, k1 = sample_key(scalars, tl.load(scalars + SAMPLE) + row // seq, stream)
     return words(k0, k1, row % seq, column, BR, BC) >= THRESHOLD
 
@@ -23,13 +23,12 @@ def dropout(
     out, x, scalars, rows, seq, stream, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     THRESHOLD: tl.constexpr, SCALE: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """out = x SCALE where a random word is at least THRESHOLD, else 0. The generator is called once for two elements, and its words
-    are brought in the order of the columns through shared memory: an H100 does these integer operations in less than the bytes'
-    time."""
+    """out = x SCALE where a random word is at least THRESHOLD, else 0. A call of the generator serves two elements; its words are
+    put in the order of the columns through shared memory: an H100 does these integer operations in less than the bytes' time."""
     row, column, mask = tile_indices(rows, C, BR, BC)
     i = row[:, None] * C + column[None, :]
-    keeps = keep_mask(row, tl.program_id(1) * BC, scalars, seq, stream, THRESHOLD, BR, BC)
-    y = tl.where(keeps, tl.load(x + i, mask=mask, other=0.0).to(tl.float32) * SCALE, 0.0)
+    kept = keep_mask(row, tl.program_id(1) * BC, scalars, seq, stream, THRESHOLD, BR, BC)
+    y = tl.where(kept, tl.load(x + i, mask=mask, other=0.0).to(tl.float32) * SCALE, 0.0)
     store_or_add(out + i, mask, y, scalars, MODE)
 
 

@@ -75,7 +75,7 @@ def input_backward(
     N: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr, DX_STRIDE: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one input of the logits (x or extra, WIDTH columns, weights from column FIRST of K on): dx of rows [begin,
+    """The gradient of one input of the logits (x or extra: WIDTH columns, weights from column FIRST of K on): dx of rows [begin,
     end), and the program's partials (chunks, N, K), the part of these rows in the gradient of the weights."""
     column = tl.arange(0, BC)
     inside = column < WIDTH
@@ -134,24 +134,23 @@ def lower_gate_logits_backward(op: Any, c: Lowering) -> None:
 
 @device
 def scale_and_slope(factor, SCALE: tl.constexpr, SQUASH: tl.constexpr):
-    """What a gate is multiplied by, SCALE times the factor or its sigmoid, and the derivative of that by the factor."""
+    """(what multiplies a gate, its derivative by the factor): SCALE, times the factor or (SQUASH) its sigmoid; factor None: 1."""
     scale, scale_slope = tl.full((), SCALE, tl.float32), tl.full((), SCALE, tl.float32)
     if factor is not None:
-        by = tl.load(factor)
+        value = tl.load(factor)
         if SQUASH:
-            by = sigmoid(by)
-            scale_slope *= by * (1.0 - by)
-        scale *= by
+            value = sigmoid(value)
+            scale_slope *= value * (1.0 - value)
+        scale *= value
     return scale, scale_slope
 
 
 @device
 def gated(
-    y, base, x, z, factor, scalars, rows, seq,
-    C: tl.constexpr, N: tl.constexpr, X_STRIDE: tl.constexpr, BASE_STRIDE: tl.constexpr,
+    y, base, x, z, factor, scalars, rows, seq, C: tl.constexpr, N: tl.constexpr, X_STRIDE: tl.constexpr, BASE_STRIDE: tl.constexpr,
     SCALE: tl.constexpr, SQUASH: tl.constexpr, SHIFT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """y = base + gate x, a block (BR, BC) for each program, all of whose columns are of one gate."""
+    """y = base (None: 0) + gate x, a block (BR, BC) for each program, all of whose columns belong to one gate."""
     D: tl.constexpr = C // N
     blocks: tl.constexpr = (D + BC - 1) // BC
     n = tl.program_id(1) // blocks
@@ -180,7 +179,7 @@ def gated_constants(op: Any) -> dict[str, Any]:
 
 @lowering("gated", starts="y", views="x base factor")
 def lower_gated(op: Any, c: Lowering) -> None:
-    """Gating, in blocks of BLOCK elements that end with a gate's columns."""
+    """Launch gating, in blocks of BLOCK elements that end with a gate's columns."""
     constants, rows = gated_constants(op), c.rows(op.x)
     C, N = constants["C"], constants["N"]
     BC = min(256, pow2(C // N))
@@ -190,7 +189,7 @@ def lower_gated(op: Any, c: Lowering) -> None:
 
 
 def sequence_length(op: Any) -> Any:
-    """The length of a sequence, a number or a `Size`."""
+    """The length of a sequence: a number, or a function of the run's sizes."""
     name = getattr(op.x.shape[1], "name", None)
     return int(op.x.shape[1]) if name is None else lambda s: s[name]
 
@@ -226,8 +225,8 @@ def gated_backward(
         store_or_add(dx_ptrs, mask, dy_block * (scale * s)[:, None], scalars, DX_MODE)
         if SHIFT > 0:
             zeros = tl.zeros((BR, BC), tl.float32)
-            to = dx + row[:, None] * DX_STRIDE + column[None, :]
-            store_or_add(to, last[:, None] & inside[None, :], zeros, scalars, DX_MODE)
+            tail_ptrs = dx + row[:, None] * DX_STRIDE + column[None, :]
+            store_or_add(tail_ptrs, last[:, None] & inside[None, :], zeros, scalars, DX_MODE)
     dots = tl.sum(sums, 1)
     store_or_add(dz + row * N + n, live, scale * (s * (1.0 - s)) * dots, scalars, DZ_MODE)
     if partials is not None:
@@ -238,7 +237,7 @@ def gated_backward(
 
 @lowering("gated_backward", starts="dx dz dfactor", views="x dx factor dfactor")
 def lower_gated_backward(op: Any, c: Lowering) -> None:
-    """The gradient of gating; a counter and partials only where there is a factor."""
+    """Launch the gradient of gating; with a counter and partials only if there is a factor."""
     constants, rows = gated_constants(op), c.rows(op.x)
     C, N = constants["C"], constants["N"]
     BC = min(256, max(MIN_SUM_COLUMNS, pow2(C // N)))

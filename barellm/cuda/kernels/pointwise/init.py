@@ -1,6 +1,5 @@
 """Initial values of parameters (rows, C), many in one launch by a table (optim/multi_tensor.py) with the fields below; a vector is
-one row. Elements from `valid` on (padding) are zero. `param`, `lo`: planes of a weight (storage.py). BF16: values are rounded to
-bf16."""
+one row. Elements from `valid` on (padding) are zero. `param`, `lo`: planes of a weight (storage.py). BF16: rounded to bf16."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ UNITS, VALUE = (constant(CONSTANT_FIELDS.index(name)) for name in CONSTANT_FIELD
 @device
 def normals(first, second):
     """Two standard normals from two words (Box-Muller on 24 bits of each). The logarithm is fp64: near 1, where the radius is
-    small, a fast one has no correct digit. The angle is brought into an eighth of a circle in integers, where Taylor's series
-    needs five terms; it costs no branch for large angles, which a library's function has."""
+    small, a fast one has no correct digit. The angle is reduced to an eighth of a circle in integers, where Taylor's series needs
+    five terms; unlike a library's function it has no branch for large angles."""
     uniform = ((first >> 8) + 1).to(tl.float64) * (1.0 / 16777216.0)
     radius = tl.sqrt((-2.0 * tl.log(uniform)).to(tl.float32))
     angle = (second >> 8).to(tl.int32)
@@ -48,7 +47,7 @@ def normals(first, second):
 
 @device
 def uniforms(first, second):
-    """Two numbers between -1 and 1 from two words, uniform (24 bits of each)."""
+    """Two uniform numbers in (-1, 1) from two words (24 bits of each)."""
     x = ((first >> 8).to(tl.float32) + 0.5) * (1.0 / 8388608.0) - 1.0
     y = ((second >> 8).to(tl.float32) + 0.5) * (1.0 / 8388608.0) - 1.0
     return x, y
@@ -56,8 +55,7 @@ def uniforms(first, second):
 
 @device
 def random_init(
-    table, scalars,
-    ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr,
+    table, scalars, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr,
     C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, NORMAL: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
     """size times standard normal numbers (NORMAL) or uniform ones in (-1, 1), by Threefry with the seed and the parameter's stream:
@@ -106,11 +104,9 @@ def lower_random_init(op: Any, c: Lowering) -> None:
 
 @device
 def constant_init(
-    table,
-    ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`value` in all valid elements, BLOCK of them for each program."""
+    """Store `value` in all valid elements, BLOCK of them for each program."""
     entry, block = find_entry(table, ENTRIES, WIDE)
     i = block * BLOCK + tl.arange(0, BLOCK)
     mask = i < integer(table, entry, UNITS, ENTRIES) * UNIT
@@ -133,8 +129,8 @@ def launch_all(
     c: Lowering, function: DeviceFunction, fields: tuple[str, ...], programs: list[int], more: dict[str, Any],
     blocks: int = 1, **constants: Any,
 ) -> None:  # fmt: skip
-    """Append one launch for the parameters of an op or a group. `fields`: of the table; `programs`: how many each parameter has,
-    axis 0 of the grid; `blocks`: of columns, axis 1; `more`: the fields besides first, param, lo and valid."""
+    """Launch `function` once for the parameters of an op or a group. `fields`: of the table; `programs`: how many each parameter
+    has, axis 0 of the grid; `blocks`: of columns, axis 1; `more`: the fields besides first, param, lo and valid."""
     params = parameters(c.op)
     firsts, count = first_programs(programs)
     valid = [

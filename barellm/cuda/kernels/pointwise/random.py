@@ -1,5 +1,5 @@
-"""Threefry2x32-20 (Salmon et al. 2011), a counter-based generator, on uint32 lanes; bitwise what `program/ops/pointwise/random.py`
-defines."""
+"""Threefry2x32-20 (Salmon et al. 2011), a counter-based generator, on uint32 lanes, bitwise as
+`program/ops/pointwise/random.py`."""
 
 from __future__ import annotations
 
@@ -49,16 +49,14 @@ def sample_key(scalars, sample, stream):
 
 @device
 def calls(k0, k1, row, first, ROWS: tl.constexpr, CALLS: tl.constexpr):
-    """Both words (ROWS, CALLS) of the generator's calls number `first` on, for keys and rows (ROWS,): the counter is (call,
-    row)."""
+    """Both words (ROWS, CALLS) of the generator's calls from `first` on, for keys and rows (ROWS,); the counter is (call, row)."""
     i = (first + tl.arange(0, CALLS)).to(tl.uint32)
     return threefry(k0[:, None], k1[:, None], i[None, :], row.to(tl.uint32)[:, None])
 
 
 @device
 def to_columns(first, second, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Values of the two words of each call, (ROWS, COLUMNS / 2) each, in the order of their columns: 16 of the first, 16 of the
-    second."""
+    """The two words of each call, (ROWS, COLUMNS / 2) each, in their columns' order: 16 of the first, 16 of the second."""
     shape: tl.constexpr = (ROWS, COLUMNS // 32, 16)
     pairs = tl.join(tl.reshape(first, shape), tl.reshape(second, shape))
     return tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), (ROWS, COLUMNS))

@@ -15,7 +15,7 @@ def gated(
     y, gate, up, scalars, rows, NAME: tl.constexpr,
     C: tl.constexpr, GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """y = activation(gate) * up."""
+    """y = activation(gate) * up, stored or added (MODE), in blocks (BR, BC) of rows."""
     row, column, mask = tile_indices(rows, C, BR, BC)
     row, column = row[:, None], column[None, :]
     g = tl.load(gate + row * GATE_STRIDE + column, mask=mask, other=0.0).to(tl.float32)
@@ -33,7 +33,7 @@ def gated_backward(
     C: tl.constexpr, GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, DGATE_STRIDE: tl.constexpr, DUP_STRIDE: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr, DGATE_MODE: tl.constexpr, DUP_MODE: tl.constexpr,
 ):  # fmt: skip
-    """dgate = dy up slope(gate), dup = dy activation(gate)."""
+    """dgate = dy up slope(gate) and dup = dy activation(gate), each stored or added. SLOPE: the derivative's name."""
     row, column, mask = tile_indices(rows, C, BR, BC)
     row, column = row[:, None], column[None, :]
     d = tl.load(dy + row * C + column, mask=mask, other=0.0).to(tl.float32)

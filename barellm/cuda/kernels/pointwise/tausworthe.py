@@ -1,6 +1,6 @@
 """Dropout by combined Tausworthe generators (L'Ecuyer 1996), and its gradient. Shapes: x, y, dx, dy (batch, seq, C); the draws are
-those of `program/ops/pointwise/tausworthe.py`. HALF streams walk along a block of BLOCK columns of a row, HALF columns with each
-draw. COMPONENTS: (A, B, C, MASK) of each of the three or four generators whose states s0 to s3 are xored."""
+those of `program/ops/pointwise/tausworthe.py`. HALF streams serve a block of BLOCK columns of a row, HALF columns with each draw.
+COMPONENTS: (A, B, C, MASK) of each of the three or four generators whose states s0 to s3 are xored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = 64  # of a program: with HALF columns 8 elements for each of 128 threads
 
 @device
 def seed_states(word, MASK: tl.constexpr):
-    """Seeds from random words: where all bits inside the mask are zero, which a generator cannot leave, its lowest bit is set."""
+    """Seeds from random words: if all bits inside the mask are zero, which a generator cannot leave, the lowest is set."""
     return tl.where((word & MASK) == 0, word | ((MASK ^ 0xFFFFFFFF) + 1), word)
 
 
@@ -63,7 +63,7 @@ def tausworthe_dropout(
     out, x, scalars, rows, seq, stream, C: tl.constexpr, ROWS: tl.constexpr, COMPONENTS: tl.constexpr,
     THRESHOLD: tl.constexpr, SCALE: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """A program walks along one block of columns of ROWS rows, and takes HALF columns with each draw."""
+    """Dropout of ROWS rows of one block of columns, HALF columns with each draw. THRESHOLD, SCALE: as in dropout.py."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
     k0, k1 = sample_key(scalars, tl.load(scalars + SAMPLE) + row // seq, stream)
