@@ -27,7 +27,7 @@ from barellm.cpu.backend import Bench, describe
 from barellm.cpu.gemm_config import default
 from barellm.cpu.kernel import Specialisation
 from barellm.cpu.kernels.gemm import gemm
-from barellm.cpu.kernels.gemm.skinny_gemm import FEW, skinny_configs, skinny_gemm, skinny_gemm_scratch_bytes
+from barellm.cpu.kernels.gemm.skinny_gemm import FEW, ScratchLayout, skinny_configs, skinny_gemm
 from barellm.cpu.lang.sync import RECORD_NBYTES
 from barellm.cpu.step import Lowered
 from barellm.cpu.tuner.problem import problems_of
@@ -190,7 +190,7 @@ def main() -> None:
             "out": np.zeros(most * max(cols for cols, _ in MATRICES.values()), np.float32),
             "private": np.zeros((bench.threads + 1) * PRIVATE, np.uint8),
         }
-        assert max(skinny_gemm_scratch_bytes(bench.isa, depth) for _, depth in MATRICES.values()) <= PRIVATE
+        assert max(ScratchLayout(bench.isa, depth).nbytes for _, depth in MATRICES.values()) <= PRIVATE
         bench.pool.bind(block.address, round_up(address(memory["private"]), 64), PRIVATE, memory=memory)
         chosen = tuned_choices(bench, a.dtype, a.matrices) if a.tuned else {}
         walks: dict[tuple[str, str], Callable[[int], float]] = {}

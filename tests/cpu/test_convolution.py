@@ -7,7 +7,7 @@ import pytest
 from barellm.cpu.isa import cross
 from barellm.cpu.kernel import Lowering
 from barellm.cpu.kernels.conv import conv_tiled
-from barellm.cpu.kernels.conv.winograd_transform import linear
+from barellm.cpu.kernels.conv.winograd import linear
 from barellm.cpu.step import lower_and_plan
 from barellm.program.builder import Program, Store
 from barellm.program.ops.convolution import Conv2dDx

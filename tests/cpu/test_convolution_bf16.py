@@ -117,7 +117,8 @@ def test_the_way_follows_from_the_shape():
         return ConvGeometry((size, size), channels, (outputs or size, outputs or size), (1, 1), offsets, offsets)
 
     def use_amx(isa: isas.ISA, g: ConvGeometry, width: int) -> list[bool | None]:
-        kernels = (conv_algorithm.select_fprop_bf16(isa, "bf16", g, width), conv_algorithm.select_wgrad_bf16(isa, "bf16", g, width))
+        g = replace(g, rows=width)
+        kernels = [conv_algorithm.select_bf16(isa, "bf16", g, wgrad=wgrad) for wgrad in (False, True)]
         return [kernel and kernel.use_amx for kernel in kernels]
 
     assert use_amx(amx, geometry(64), 64) == [True, True]
@@ -128,8 +129,8 @@ def test_the_way_follows_from_the_shape():
     assert use_amx(amx, geometry(64, 3, 1, 1), 64) == [None, None]
     assert use_amx(amx, geometry(64, 5000), 64) == [None, None]
     assert (
-        conv_algorithm.select_fprop_bf16(amx, "fp32", geometry(64), 64)
-        is conv_algorithm.select_fprop_bf16(isas.X86["avx512"], "bf16", geometry(64), 64)
+        conv_algorithm.select_bf16(amx, "fp32", replace(geometry(64), rows=64), wgrad=False)
+        is conv_algorithm.select_bf16(isas.X86["avx512"], "bf16", replace(geometry(64), rows=64), wgrad=False)
         is None
     )
 

@@ -255,7 +255,7 @@ def test_what_waits_in_a_threads_scratch_has_its_place_there(name, dtype, part, 
         assert made.pitch >= made.kc * itemsize(dtype) and made.pitch % skinny_gemm.PAGE
         kept = 4 * skinny_gemm.FEW * made.tiling.nr * k.lanes
         sums = 4 * ((skinny_gemm.FEW - 1) * made.width + made.nr + k.lanes)
-        assert sums + kept + made.tiling.wide * made.pitch <= skinny_gemm.skinny_gemm_scratch_bytes(isa, depth)
+        assert sums + kept + made.tiling.wide * made.pitch <= skinny_gemm.ScratchLayout(isa, depth).nbytes
 
 
 @pytest.mark.parametrize("fetch, asked", [(0, set()), (1, {"3"}), (2, {"2"})])
@@ -285,7 +285,7 @@ def test_what_comes_next_is_asked_for(isa, dtype, depth, part, rows, monkeypatch
         pytest.skip("tiles fetch in another order")
     weight = (memory.ctypes.data + 63) & ~63
     x, out, scalar = np.zeros((rows, depth), np.float32), np.zeros((rows, cols), np.float32), ScalarBlock()
-    thread_scratch = np.zeros(skinny_gemm.skinny_gemm_scratch_bytes(isa, depth) + 64, np.uint8)
+    thread_scratch = np.zeros(skinny_gemm.ScratchLayout(isa, depth).nbytes + 64, np.uint8)
     choice = replace(skinny_gemm.skinny_configs(isa, dtype, cols, depth)[0], prefetch=1)
     constants = {"cols": cols, "depth": depth, "dims": ("batch",), "inner": 1, "epilogues": (), "mode": "store"}
     constants |= {"config": choice}

@@ -82,7 +82,7 @@ class Harness(harness.Harness):
         libraries = [jit.Library([jit.compile_object(spec.ir(self.isa), self.isa)], self.isa) for spec in specs]
         addresses = [lib.address(spec.symbol()) for lib, spec in zip(libraries, specs, strict=True)]
         if problem.skinny:
-            nbytes = skinny_gemm.skinny_gemm_scratch_bytes(self.isa, problem.depth)
+            nbytes = skinny_gemm.ScratchLayout(self.isa, problem.depth).nbytes
         elif problem.operation == "weight_gradient":
             nbytes = weight_gradient.wgrad_scratch_bytes(self.isa, problem.dtype, problem.depth, config)
         else:

@@ -21,12 +21,17 @@ twice as fast in bf16 as in fp32, and Winograd's in fp32 is still faster with ma
 the same layers on Zen 4 (benchmarks/results/zen4/convolution-bf16.json). There, tiles of 2 x 2 pixels were the fastest nowhere."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from barellm.cpu.gemm_config import Tile, vector_tiles
 from barellm.cpu.isa import ISA
+from barellm.cpu.kernels.conv.conv_fft import fft_algorithm, fft_is_faster
+from barellm.cpu.kernels.conv.conv_implicit_gemm import OutputMap
 from barellm.cpu.kernels.conv.conv_polyphase import PolyphaseLayout
+from barellm.cpu.kernels.conv.conv_tiled import TileAlgorithm, gemm_tile
 from barellm.cpu.kernels.conv.im2col import ConvGeometry
+from barellm.cpu.kernels.conv.winograd import winograd
 from barellm.cpu.kernels.gemm import amx
 from barellm.program.integers import ceil_div, round_up
 
@@ -49,12 +54,6 @@ def utilization(size: int, multiple: int) -> float:
     return size / round_up(size, multiple)
 
 
-def _fastest(candidates: list[tuple[float, Bf16MicroKernel]], fp32: float) -> Bf16MicroKernel | None:
-    """The candidate of the highest throughput; None: fp32's is higher."""
-    throughput, kernel = max(candidates, key=lambda pair: pair[0], default=(0.0, None))
-    return kernel if throughput > fp32 else None
-
-
 def supports_bf16(isa: ISA, dtype: str, geometry: ConvGeometry) -> bool:
     """Whether there is an implicit GEMM in bf16 for these images at all."""
     if dtype != "bf16" or not isa.dot or not geometry.taps or geometry.output_size[1] > MAX_OUTPUT_WIDTH:
@@ -63,40 +62,28 @@ def supports_bf16(isa: ISA, dtype: str, geometry: ConvGeometry) -> bool:
     return len(layout.phases()) * layout.size <= MAX_EXPANSION * layout.positions
 
 
-def select_fprop_bf16(isa: ISA, dtype: str, geometry: ConvGeometry, columns: int) -> Bf16MicroKernel | None:
-    """The micro-kernel of a forward convolution (or dgrad) with `columns` output channels of a group (conv_implicit_gemm_bf16.py);
-    None: fp32 is faster."""
+def select_bf16(isa: ISA, dtype: str, geometry: ConvGeometry, *, wgrad: bool) -> Bf16MicroKernel | None:
+    """The micro-kernel of the highest throughput for a forward convolution or dgrad (conv_implicit_gemm_bf16.py: M is positions, N
+    output channels, K input channels), or for a filter gradient (conv_wgrad_bf16.py: M is output channels, N input channels, K
+    positions); None: fp32 is faster."""
     if not supports_bf16(isa, dtype, geometry):
         return None
     (P, Q), pitch = geometry.output_size, PolyphaseLayout(geometry, geometry.output_size[0], 1).pitch
-
-    def candidate(tile: Tile, tile_m: int, channels: int, speedup: float, use_amx: bool) -> tuple[float, Bf16MicroKernel]:
-        """(throughput, micro-kernel), with positions padded to `tile_m` and input channels to a multiple of `channels`."""
-        of_positions = P * Q / round_up(P * pitch, tile_m)
-        used = of_positions * utilization(geometry.channels, channels) * utilization(columns, tile.nr(isa))
-        return speedup * used, Bf16MicroKernel(tile, use_amx)
-
-    candidates = [candidate(tile, tile.mr, 2, DOT_SPEEDUP, False) for tile in vector_tiles(isa)]
+    candidates = [(DOT_SPEEDUP, Bf16MicroKernel(tile, False), tile.mr, 2) for tile in vector_tiles(isa)]
     if isa.tiles:
-        candidates.append(candidate(Tile(4 * amx.SIDE, 1), amx.SIDE, amx.TILE_K, AMX_SPEEDUP, True))
-    return _fastest(candidates, utilization(columns, 8))
+        tile = Tile(amx.MR, amx.NR // isa.lanes) if wgrad else Tile(4 * amx.SIDE, 1)
+        candidates.append((AMX_SPEEDUP, Bf16MicroKernel(tile, True), amx.SIDE, amx.TILE_K))
 
+    def throughput(speedup: float, kernel: Bf16MicroKernel, tile_m: int, tile_k: int) -> float:
+        """In fp32 multiply-adds, with M padded to `tile_m` (a fprop may leave out some of a tile) and K to `tile_k`."""
+        of_positions, nr = P * Q / round_up(P * pitch, tile_k if wgrad else tile_m), kernel.tile.nr(isa)
+        if wgrad:
+            return speedup * of_positions * utilization(geometry.rows, kernel.tile.mr) * utilization(geometry.channels, nr)
+        return speedup * of_positions * utilization(geometry.channels, tile_k) * utilization(geometry.rows, nr)
 
-def select_wgrad_bf16(isa: ISA, dtype: str, geometry: ConvGeometry, rows: int) -> Bf16MicroKernel | None:
-    """The micro-kernel of a filter gradient with `rows` output channels of a group (conv_wgrad_bf16.py); None: fp32 is faster."""
-    if not supports_bf16(isa, dtype, geometry):
-        return None
-    (P, Q), pitch = geometry.output_size, PolyphaseLayout(geometry, geometry.output_size[0], 1).pitch
-
-    def candidate(tile: Tile, tile_k: int, speedup: float, use_amx: bool) -> tuple[float, Bf16MicroKernel]:
-        of_positions = P * Q / round_up(P * pitch, tile_k)
-        throughput = speedup * of_positions * utilization(rows, tile.mr)
-        return throughput * utilization(geometry.channels, tile.nr(isa)), Bf16MicroKernel(tile, use_amx)
-
-    candidates = [candidate(tile, 2, DOT_SPEEDUP, False) for tile in vector_tiles(isa)]
-    if isa.tiles:
-        candidates.append(candidate(Tile(amx.MR, amx.NR // isa.lanes), amx.TILE_K, AMX_SPEEDUP, True))
-    return _fastest(candidates, 1.0)
+    best = max(candidates, key=lambda candidate: throughput(*candidate), default=None)
+    fp32 = 1.0 if wgrad else utilization(geometry.rows, 8)
+    return best[1] if best and throughput(*best) > fp32 else None
 
 
 class Costs(NamedTuple):
@@ -151,6 +138,7 @@ def select_winograd_tile(costs: dict[int, Costs], C: int, K: int, images: int, o
     P, Q = outputs
 
     def time(m: int) -> float:
+        """The estimated time of F(m x m, 3 x 3), or of the direct algorithm (m = 0), in direct multiply-adds."""
         cost = costs[m]
         if m == 0:
             pixels = images * P * Q
@@ -163,3 +151,27 @@ def select_winograd_tile(costs: dict[int, Costs], C: int, K: int, images: int, o
         return (m + 2) ** 2 * work
 
     return min(costs, key=time)
+
+
+def select_tiled(
+    isa: ISA, which: str, algorithm: str, geometry: ConvGeometry, target: OutputMap, images: int, bf16: Bf16MicroKernel | None
+) -> TileAlgorithm | None:
+    """The algorithm over tiles for a pass of a convolution, None for the direct one. With "auto" the cost models select it; `bf16`:
+    the micro-kernel that the direct algorithm would have. Direct on AMX tiles is faster than any algorithm in fp32."""
+    size, plain, auto = (len(geometry.row_offsets), len(geometry.column_offsets)), is_plain(geometry, target), algorithm == "auto"
+    result = "filters" if which == "dw" else "images"
+    if algorithm == "fft" or (auto and not bf16 and plain and fft_is_faster(isa, result, geometry, images)):
+        return fft_algorithm(*size)
+    if algorithm == "direct" or size != (3, 3) or not plain or (auto and bf16 and isa.tiles):
+        return None
+    m = 0 if auto else int(algorithm[-1])
+    if auto:
+        costs, tile_n = (BF16_COSTS if bf16 else FP32_COSTS)[which], gemm_tile(isa).nr(isa)
+        m = select_winograd_tile(costs, geometry.channels, geometry.rows, images, geometry.output_size, tile_n)
+    return winograd(m) if m else None
+
+
+def is_plain(geometry: ConvGeometry, target: OutputMap) -> bool:
+    """Whether stride and dilation are 1 and all outputs are computed: what the algorithms over tiles support."""
+    undilated = all({abs(b - a) for a, b in pairwise(line)} <= {1} for line in (geometry.row_offsets, geometry.column_offsets))
+    return geometry.stride == (1, 1) and target == OutputMap(geometry.output_size) and undilated

@@ -11,7 +11,7 @@ from typing import Any
 
 from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.conv.conv_implicit_gemm import OutputMap
-from barellm.cpu.kernels.conv.im2col import ConvGeometry, LineBuffer
+from barellm.cpu.kernels.conv.im2col import ConvGeometry, Images, LineBuffer
 from barellm.cpu.kernels.loops import accumulate, accumulate_scalar
 from barellm.program.integers import ceil_div, round_up
 
@@ -23,11 +23,11 @@ LINE_BYTES = 20 << 10  # of lines, about: they stay in L1
 GRAIN = 1 << 16  # multiply-adds of a work item, about
 
 
-def is_supported(geometry: ConvGeometry, filters: int) -> bool:
-    """Whether these kernels do convolutions with so many filters per group."""
+def is_supported(geometry: ConvGeometry) -> bool:
+    """Whether these kernels do convolutions of this shape."""
     return (
         geometry.channels == 1
-        and filters <= MAX_FILTERS
+        and geometry.rows <= MAX_FILTERS
         and 0 < len(geometry.column_offsets) <= MAX_FILTER_COLUMNS
         and bool(geometry.row_offsets)
     )
@@ -40,6 +40,14 @@ class Blocking:
     lines: int
     columns: int
     tile_m: int
+
+    def input_lines(self, geometry: ConvGeometry) -> int:
+        """Lines of x that a block sees."""
+        return (self.lines - 1) * geometry.stride[0] + window_height(geometry)
+
+    def scratch_nbytes(self, isa: ISA, geometry: ConvGeometry, sums: int) -> int:
+        """Bytes of a thread's scratch: the lines of a block, and behind them `sums` vectors."""
+        return 4 * (self.input_lines(geometry) * geometry.pitch(self.columns, isa.lanes) + sums * isa.lanes)
 
 
 def select_blocking(isa: ISA, geometry: ConvGeometry, *, gradient: bool) -> Blocking:
@@ -59,23 +67,13 @@ def window_height(geometry: ConvGeometry) -> int:
     return max(geometry.row_offsets) - min(geometry.row_offsets) + 1
 
 
-def input_lines(geometry: ConvGeometry, blocking: Blocking) -> int:
-    """Lines of x that a block sees."""
-    return (blocking.lines - 1) * geometry.stride[0] + window_height(geometry)
-
-
-def scratch_nbytes(isa: ISA, geometry: ConvGeometry, blocking: Blocking, sums: int) -> int:
-    """Bytes of a thread's scratch: the lines of a block, and behind them `sums` vectors."""
-    return 4 * (input_lines(geometry, blocking) * geometry.pitch(blocking.columns, isa.lanes) + sums * isa.lanes)
-
-
 class LineBlock:
     """Some output lines of one channel of one image: the input lines that they see in scratch, and their register tiles."""
 
     def __init__(self, k: KernelBuilder, x: Pointer, geometry: ConvGeometry, blocking: Blocking) -> None:
         self.k, self.geometry, self.blocking = k, geometry, blocking
         self.lines = LineBuffer(k, geometry, x, k.thread_scratch(), blocking.columns)
-        self.sums = self.lines.at.at(input_lines(geometry, blocking) * self.lines.pitch)
+        self.sums = self.lines.at.at(blocking.input_lines(geometry) * self.lines.pitch)
         self.line_blocks, self.column_blocks = (
             ceil_div(n, m) for n, m in zip(geometry.output_size, (blocking.lines, blocking.columns), strict=True)
         )
@@ -131,19 +129,19 @@ class LineBlock:
 
 
 def conv_depthwise(
-    k: KernelBuilder, out, a, x, *, dims, count, groups: int, rows: int, geometry: ConvGeometry, target: OutputMap,
-    blocking: Blocking, mode: str
-) -> None:  # fmt: skip
+    k: KernelBuilder, out, a, x, *, images: Images, geometry: ConvGeometry, target: OutputMap, blocking: Blocking, mode: str
+) -> None:
     """out (N, groups rows, *target.size) = depthwise convolution of x (N, groups, H, W) with `rows` filters a (groups rows, taps),
-    fp32, for each channel. `count` images for each of the run-time sizes `dims`. `target`: where the outputs lie in out, adjacent
-    unless the convolution is one of a strided one's gradient. A work item is a block of lines of a channel."""
+    fp32, for each channel. `target`: where the outputs lie in out, adjacent unless the convolution is one of a strided one's
+    gradient. A work item is a block of lines of a channel."""
+    groups, rows = geometry.groups, geometry.rows
     Q, dense = geometry.output_size[1], target == OutputMap(geometry.output_size)
     R, S = range(len(geometry.row_offsets)), range(len(geometry.column_offsets))
     block = LineBlock(k, x, geometry, blocking)
     blocks = block.line_blocks * block.column_blocks
     work = blocking.lines * round_up(blocking.columns, k.lanes) * geometry.taps * rows
     unrolled = geometry.taps * blocking.tile_m <= MAX_UNROLLED
-    with k.parallel_range(k.num_elements(dims, count) * (groups * blocks), max(1, GRAIN // work)) as items, k.loop(*items) as item:
+    with k.parallel_range(k.num_elements(*images) * (groups * blocks), max(1, GRAIN // work)) as items, k.loop(*items) as item:
         plane = item // blocks
         block.load_lines(plane, item % blocks)
         with k.loop(0, rows) as filter_:
@@ -180,11 +178,12 @@ def conv_depthwise(
 
 
 def conv_depthwise_wgrad(
-    k: KernelBuilder, dw, dy, x, *, dims, count, groups: int, rows: int, geometry: ConvGeometry, blocking: Blocking, mode: str
-) -> None:  # fmt: skip
+    k: KernelBuilder, dw, dy, x, *, images: Images, geometry: ConvGeometry, blocking: Blocking, mode: str
+) -> None:
     """dw (groups rows, taps) fp32, from dy (N, groups rows, P, Q) and x (N, groups, H, W). A work item owns a filter and goes
     through all images in order; lanes of sums are added at the very end."""
     (P, Q), R, S = geometry.output_size, range(len(geometry.row_offsets)), range(len(geometry.column_offsets))
+    groups, rows = geometry.groups, geometry.rows
     block = LineBlock(k, x, geometry, blocking)
     max_sums = k.isa.registers - blocking.tile_m - 2  # in registers
 
@@ -206,7 +205,7 @@ def conv_depthwise_wgrad(
         sums = block.sums
         with k.loop(0, geometry.taps) as i:
             sums.store(0.0, i * k.lanes)
-        with k.loop(0, k.num_elements(dims, count)) as n, k.loop(0, block.line_blocks * block.column_blocks) as number:
+        with k.loop(0, k.num_elements(*images)) as n, k.loop(0, block.line_blocks * block.column_blocks) as number:
             block.load_lines(n * groups + filter_ // rows, number)
             src = dy.at((n * (groups * rows) + filter_) * (P * Q))
             if geometry.taps <= max_sums:

@@ -11,13 +11,14 @@ batched GEMM (winograd.py): plane 3 f + i is operand i of frequency f. Lanes are
 one number of each lane. `half(F)` = F / 2 + 1 columns of frequencies are kept; frequency (row i, column j) has number i half(F) +
 j."""
 
+from collections.abc import Callable
 from math import cos, pi, sin
 from typing import Any
 
 from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.conv import conv_tiled
 from barellm.cpu.kernels.conv.conv_tiled import TileAlgorithm, TiledConv
-from barellm.cpu.kernels.conv.im2col import ConvGeometry, load_strided
+from barellm.cpu.kernels.conv.im2col import ConvGeometry, Images, load_strided
 from barellm.cpu.kernels.loops import accumulate_scalar
 from barellm.program.integers import ceil_div, round_up
 
@@ -40,7 +41,7 @@ def _minus(a: Value | None, b: Value | None) -> Value | None:
 
 
 def _times(k: KernelBuilder, x: Complex, c: float, s: float) -> Complex:
-    """x (c + i s)."""
+    """The complex product x (c + i s), of vectors and a constant of magnitude 1; fewer operations where c or s is 0."""
     re, im = x
     if (c, s) == (1.0, 0.0):
         return x
@@ -135,33 +136,30 @@ def _lanes(k: KernelBuilder, p: Pointer, step: int, depth: int, first: Value) ->
 
 
 def fft_input(
-    k: KernelBuilder, v, x, first, limit, *, dims, count: int, groups: int, geometry: ConvGeometry, F: int, tile_n: int,
-    filters: bool = False,
-) -> None:  # fmt: skip
+    k: KernelBuilder, v, x, first, limit, *, images: Images, geometry: ConvGeometry, F: int, tile_n: int, filters: bool
+) -> None:
     """v (blocks, groups, planes, channels, tile_n) = the forward transforms of the tiles of x in blocks [first, first + limit):
     planes Re + Im, Re and Im, or, where the tiles are the `filters` (wgrad: dy), those that `fft_filters` makes. A tile that
     `geometry` sees is n x n pixels, n <= F, zero-padded to F x F; tiles that do not exist are zero."""
     C, planes, n = geometry.channels, 3 * F * half(F), len(geometry.row_offsets)
     buffer = k.thread_scratch().bytes(conv_tiled.panel_bytes(k.isa, geometry, tile_n, RUN))
-    sizes = {"dims": dims, "count": count, "groups": groups, "geometry": geometry, "tile_n": tile_n, "most": RUN}
-    with conv_tiled.for_each_channel(k, x, first, limit, **sizes) as r:
-        r.panel.pack(r.channel, r.channel + 1, pixels=r.rows * geometry.output_size[1], zero_vectors=tile_n // k.lanes)
-        with k.loop(0, r.num_blocks) as block, k.loop(0, tile_n, k.lanes) as lanes:
-            dst = v.at((((r.begin + block) * groups + r.group) * planes * C + r.channel) * tile_n + lanes)
-            at = r.panel.at.at(r.skip + block * tile_n + lanes)
-            with k.loop(0, n) as i:
-                row = [at.load((i * n + j) * r.panel.pitch) for j in range(n)] + [k.to(0.0, k.vec)] * (F - n)
-                store_half(k, buffer.at(i * (2 * half(F) * k.lanes)), row)
+    sizes = {"images": images, "geometry": geometry, "tile_n": tile_n, "most": RUN}
+    with conv_tiled.for_each_block(k, x, first, limit, **sizes) as r, k.loop(0, tile_n, k.lanes) as lanes:
+        dst = v.at((((r.begin + r.block) * geometry.groups + r.group) * planes * C + r.channel) * tile_n + lanes)
+        at = r.panel.at.at(r.skip + r.block * tile_n + lanes)
+        with k.loop(0, n) as i:
+            row = [at.load((i * n + j) * r.panel.pitch) for j in range(n)] + [k.to(0.0, k.vec)] * (F - n)
+            store_half(k, buffer.at(i * (2 * half(F) * k.lanes)), row)
 
-            def store_planes(frequency: Value, re: Value, im: Value, dst=dst) -> None:
-                for plane, value in enumerate((re, -im - re, re - im) if filters else (re + im, re, im)):
-                    dst.at((frequency * 3 + plane) * (C * tile_n)).store(value)
+        def store_planes(frequency: Value, re: Value, im: Value, dst=dst) -> None:
+            for plane, value in enumerate((re, -im - re, re - im) if filters else (re + im, re, im)):
+                dst.at((frequency * 3 + plane) * (C * tile_n)).store(value)
 
-            for_each_frequency(k, buffer, F, store_planes, n)
+        for_each_frequency(k, buffer, F, store_planes, n)
 
 
 def fft_gemm(
-    k: KernelBuilder, y, u, v, first, limit, *, dims, count: int, conv: TiledConv, F: int, R: int, S: int, mode: str
+    k: KernelBuilder, y, u, v, first, limit, *, images: Images, conv: TiledConv, F: int, R: int, S: int, mode: str
 ) -> None:
     """y (N, groups rows, H, W), of the tiles in blocks [first, first + limit) = the inverse transform of the products of the planes
     u (filters) and v (tiles). The epilogue of the batched GEMM is the inverse transform: of the columns, to `buffer` (m, half(F),
@@ -175,23 +173,29 @@ def fft_gemm(
 
     def inverse_transform(src: Pointer, tile: Value, num_tiles: Value, channel: Value) -> None:
         """The outputs of one channel of a vector of tiles, the first of which is `tile`; `src`: their products."""
-        with k.loop(0, half(F)) as column:
-            x: list[Complex] = []
-            for i in range(F):  # Gauss's three products: (k1 - k3) + i (k1 + k2)
-                k1, k2, k3 = (src.load(((column + i * half(F)) * 3 + plane) * plane_stride) for plane in range(3))
-                x.append((k1 - k3, k1 + k2))
-            for i, (re, im) in enumerate(fft(k, x, 1)[:m]):
-                dst = buffer.at(i * pitch + column * (2 * k.lanes))
-                dst.store(re)
-                dst.store(im, k.lanes)
+        inverse_of_columns(k, buffer, F, m, lambda plane: src.load(plane * plane_stride))
         with k.loop(0, m) as i:
-            at = buffer.at(i * pitch)
-            x = load_hermitian(k, at, F)
+            x = load_hermitian(k, buffer.at(i * pitch), F)
             for j, (re, _) in enumerate(fft(k, x, 1)[:m]):
                 output_row.store(re * (1.0 / (F * F)), j * k.lanes)
             store_tile_rows(k, y, output_row, tile, num_tiles, channel, conv, i, mode)
 
-    conv_tiled.batched_gemm(k, u, v, first, limit, products, inverse_transform, dims=dims, count=count, conv=conv, positions=planes)
+    conv_tiled.batched_gemm(k, u, v, first, limit, products, inverse_transform, images=images, conv=conv, positions=planes)
+
+
+def inverse_of_columns(k: KernelBuilder, rows: Pointer, F: int, count: int, product: Callable[[Value], Value]) -> None:
+    """rows (count, half(F), re and im) vectors = the first `count` rows of the inverse transforms of the columns of product(plane),
+    of all 3 F half(F) planes: Gauss's products (k1, k2, k3) of a frequency are (k1 - k3) + i (k1 + k2)."""
+    with k.loop(0, half(F)) as column:
+        x: list[Complex] = []
+        for i in range(F):
+            plane = (column + i * half(F)) * 3
+            k1, k2, k3 = (product(plane + n) for n in range(3))
+            x.append((k1 - k3, k1 + k2))
+        for i, (re, im) in enumerate(fft(k, x, 1)[:count]):
+            dst = rows.at(i * (2 * half(F) * k.lanes) + column * (2 * k.lanes))
+            dst.store(re)
+            dst.store(im, k.lanes)
 
 
 def store_tile_rows(
@@ -204,7 +208,7 @@ def store_tile_rows(
     with k.loop(0, num_tiles) as lane:
         t = tile + lane
         image, ty, tx = t // (TH * TW), t % (TH * TW) // TW * m + i, t % TW * m
-        dst = y.at(((image * (conv.groups * conv.rows) + channel) * H + ty) * W + tx)
+        dst = y.at(((image * (conv.geometry.groups * conv.geometry.rows) + channel) * H + ty) * W + tx)
         with k.loop(0, k.select(ty < H, k.min(W - tx, m), 0)) as j:
             accumulate_scalar(k, dst, j, line.get(j * k.lanes + lane), mode)
 
@@ -223,19 +227,9 @@ def fft_wgrad_output(k: KernelBuilder, dw, products, *, size: int, F: int, R: in
     with k.parallel_range(ceil_div(size, k.lanes), 8) as (begin, end), k.loop(begin, end) as block:
         first = block * k.lanes
         mask = k.mask_first(size - first) if size % k.lanes else None
-        with k.loop(0, half(F)) as column:
-            x: list[Complex] = []
-            for i in range(F):
-                plane = (column + i * half(F)) * 3
-                k1, k2, k3 = (products.load((plane + n) * size + first, mask) for n in range(3))
-                x.append((k1 - k3, k1 + k2))
-            for i, (re, im) in enumerate(fft(k, x, 1)[:R]):
-                dst = buffer.at(i * pitch + column * (2 * k.lanes))
-                dst.store(re)
-                dst.store(im, k.lanes)
+        inverse_of_columns(k, buffer, F, R, lambda plane, first=first, mask=mask: products.load(plane * size + first, mask))
         with k.loop(0, R) as r:
-            at = buffer.at(r * pitch)
-            x = load_hermitian(k, at, F)
+            x = load_hermitian(k, buffer.at(r * pitch), F)
             row = R - 1 - r if flip else r
             for s, (re, _) in enumerate(fft(k, x, 1)[:S]):
                 tap, column = re * (1.0 / (F * F)), S - 1 - s if flip else s
@@ -255,7 +249,7 @@ def fft_algorithm(R: int, S: int) -> TileAlgorithm:
     )  # fmt: skip
 
 
-def fft_is_faster(isa: ISA, result: str, geometry: ConvGeometry, rows: int, images: int, groups: int) -> bool:
+def fft_is_faster(isa: ISA, result: str, geometry: ConvGeometry, images: int) -> bool:
     """Whether this algorithm is the faster one by a tenth, by a cost model: the GEMMs, the transforms of tiles, and those of the
     filters, which are read again for each block of tiles. `result`: "images", or "filters" for wgrad. Fitted to layers with filters
     of 5 x 5 to 21 x 21 (benchmarks/results/xeon-amx/convolution-large.json), of which the selection loses more than a tenth on
@@ -264,14 +258,14 @@ def fft_is_faster(isa: ISA, result: str, geometry: ConvGeometry, rows: int, imag
     if max(R, S) > MAX_FILTER or min(R, S) < MIN_FILTER:
         return False
     F = fft_size(R, S)
-    m, C = F + 1 - max(R, S), geometry.channels
+    m, C, rows = F + 1 - max(R, S), geometry.channels, geometry.rows
     tile_n = conv_tiled.gemm_tile(isa).nr(isa)
     count = images * ceil_div(geometry.output_size[0], m) * ceil_div(geometry.output_size[1], m)
     matmul = 3 * F * half(F) * rows * C * round_up(count, tile_n)
     per_matmul, per_tile, per_filter = COSTS[result]
     work = per_matmul * matmul + per_tile * count * (C + rows) * F * F + per_filter * rows * C * F * F
     direct = R * S * images * geometry.output_size[0] * geometry.output_size[1] * rows * C
-    return 1.1 * work < direct and 12 * F * half(F) * groups * rows * C <= MAX_FILTER_BYTES
+    return 1.1 * work < direct and 12 * F * half(F) * geometry.groups * rows * C <= MAX_FILTER_BYTES
 
 
 def fft_size(R: int, S: int) -> int:

@@ -16,7 +16,8 @@ from typing import Any
 
 from barellm.cpu.gemm_config import Tile, tiles
 from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
-from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colTiles, tiles_nbytes
+from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colTiles, Images, tiles_nbytes
+from barellm.cpu.kernels.gemm.microkernel import broadcast_a, microkernel
 from barellm.cpu.kernels.loops import accumulate, accumulate_scalar
 from barellm.program.integers import ceil_div, round_up
 
@@ -42,9 +43,10 @@ class Blocking:
         return round_up(self.lines * self.columns, self.tile.nr(isa))
 
 
-def select_blocking(isa: ISA, geometry: ConvGeometry, rows: int, images: int, groups: int, threads: int) -> Blocking:
-    """The register tile and the lines of a work item with the least estimated time, padding and load imbalance counted, for `rows`
-    output channels of each of `groups` groups and `images` images on `threads` threads."""
+def select_blocking(isa: ISA, geometry: ConvGeometry, images: int, threads: int) -> Blocking:
+    """The register tile and the lines of a work item with the least estimated time, padding and load imbalance counted, for
+    `images` images on `threads` threads."""
+    rows, groups = geometry.rows, geometry.groups
     P, Q = geometry.output_size
     total = images * P
     channels = max(1, min(geometry.channels, KC // max(geometry.taps, 1)))
@@ -88,9 +90,9 @@ class OutputMap:
 class ScratchLayout:
     """Offsets in a thread's scratch, in bytes, and its size."""
 
-    def __init__(self, isa: ISA, geometry: ConvGeometry, blocking: Blocking, rows: int) -> None:
+    def __init__(self, isa: ISA, geometry: ConvGeometry, blocking: Blocking) -> None:
         pitch = blocking.pitch(isa)
-        rows_of_split = ceil_div(ceil_div(rows, blocking.tile.mr), blocking.splits) * blocking.tile.mr
+        rows_of_split = ceil_div(ceil_div(geometry.rows, blocking.tile.mr), blocking.splits) * blocking.tile.mr
         k_blocks = ceil_div(geometry.channels, blocking.channels)
         self.sums = tiles_nbytes(isa, geometry, blocking.lines, blocking.columns, blocking.channels)
         tile_n = blocking.tile.nr(isa)
@@ -105,16 +107,17 @@ class ImplicitGemm:
     channels from `channel` on."""
 
     def __init__(
-        self, k: KernelBuilder, out: Pointer, a: Pointer, x: Pointer, *, images: Value, groups: int, rows: int,
-        geometry: ConvGeometry, target: OutputMap, blocking: Blocking, mode: str,
+        self, k: KernelBuilder, out: Pointer, a: Pointer, x: Pointer, *, images: Images, geometry: ConvGeometry,
+        target: OutputMap, blocking: Blocking, mode: str,
     ) -> None:  # fmt: skip
-        """Operands as in `conv_implicit_gemm`; `rows`: output channels of a group. Scratch: the input lines, partial sums of
-        several K blocks, a tile that is stored pixel by pixel (`spill`), the im2col columns of a tile (`column`)."""
-        self.k, self.out, self.a, self.images, self.mode = k, out, a, images, mode
-        self.groups, self.rows, self.geometry, self.target, self.blocking = groups, rows, geometry, target, blocking
+        """Operands as in `conv_implicit_gemm`. Scratch: the input lines, partial sums of several K blocks, a tile that is stored
+        pixel by pixel (`spill`), the im2col columns of a tile (`column`)."""
+        self.k, self.out, self.a, self.mode = k, out, a, mode
+        self.geometry, self.target, self.blocking, self.images = geometry, target, blocking, k.num_elements(*images)
+        self.groups, self.rows = geometry.groups, geometry.rows
         self.tile_n, self.pitch = blocking.tile.nr(k.isa), blocking.pitch(k.isa)
-        at, scratch = k.thread_scratch(), ScratchLayout(k.isa, geometry, blocking, rows)
-        self.im2col = Im2colTiles(k, geometry, x, at, blocking.lines, blocking.columns, groups)
+        at, scratch = k.thread_scratch(), ScratchLayout(k.isa, geometry, blocking)
+        self.im2col = Im2colTiles(k, geometry, x, at, blocking.lines, blocking.columns)
         self.sums, self.spill, self.column = (at.bytes(n) for n in (scratch.sums, scratch.spill, scratch.im2col))
         self.k_blocks = ceil_div(geometry.channels, blocking.channels)
         self.depth = geometry.channels * geometry.taps
@@ -164,18 +167,11 @@ class ImplicitGemm:
         tile_n) over the K block, plus the sums of the K blocks before. After the last K block it is stored to out, else to `sums`,
         where the tile is contiguous, [tile.mr][tile_n]: a row of tiles takes pitch * mr elements."""
         k = self.k
-        acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
         partial = self.sums.at((row - self.first_row) * self.pitch + j * self.blocking.tile.mr)
         sums = [partial.at(r * self.tile_n) for r in range(tile.mr)]
         a = self.a.at((self.group * self.rows + row) * self.depth + self.channel * self.geometry.taps)
-        left = [a.at(r * self.depth) for r in range(tile.mr)]
-        with k.loop(0, self.num_channels * self.geometry.taps) as d:
-            right = [self.column.load(d * self.tile_n + v * k.lanes) for v in range(tile.vectors)]
-            for p, acc_row in zip(left, acc, strict=True):
-                factor = k.splat(p.get(d))
-                for v, var in enumerate(acc_row):
-                    var.value = k.fma(factor, right[v], var.value)
-        values = [[var.value for var in acc_row] for acc_row in acc]
+        load_a, _ = broadcast_a(k, a, list(range(tile.mr)), False, depth=self.depth, stride=self.depth)
+        values = microkernel(k, tile, load_a, self.column, self.num_channels * self.geometry.taps, False)
         if self.k_blocks == 1:
             self._store_tile(row, j, values)
             return
@@ -230,7 +226,7 @@ class ImplicitGemm:
         self.out.store(accumulate(self.k, self.out, at, None, value, self.mode), at)
 
 
-def conv_implicit_gemm(k: KernelBuilder, out, a, x, *, dims: tuple[str, ...], count: int, **sizes: Any) -> None:
+def conv_implicit_gemm(k: KernelBuilder, out, a, x, **sizes: Any) -> None:
     """out (N, groups rows, *target.size) = a (groups rows, channels taps) fp32 times the im2col matrix of x (N, groups channels,
-    H, W). `count` images for each of the run-time sizes `dims`; `sizes`: as `ImplicitGemm` has them."""
-    ImplicitGemm(k, out, a, x, images=k.num_elements(dims, count), **sizes).run()
+    H, W). `sizes`: as `ImplicitGemm` has them."""
+    ImplicitGemm(k, out, a, x, **sizes).run()

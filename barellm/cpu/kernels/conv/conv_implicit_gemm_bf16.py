@@ -48,12 +48,9 @@ class Blocking:
         return conv_polyphase.PolyphaseLayout(geometry, self.lines, amx.SIDE if self.use_amx else self.tile.mr)
 
 
-def select_blocking(
-    isa: ISA, tile: Tile, use_amx: bool, geometry: im2col.ConvGeometry, columns: int, images: int, groups: int, threads: int
-) -> Blocking:
-    """Work items as large as L2 allows, and as many as keep `threads` evenly busy, by estimated cycles; `columns`: output channels
-    of a group."""
-    P, _ = geometry.output_size
+def select_blocking(isa: ISA, tile: Tile, use_amx: bool, geometry: im2col.ConvGeometry, images: int, threads: int) -> Blocking:
+    """Work items as large as L2 allows, and as many as keep `threads` evenly busy, by estimated cycles."""
+    (P, _), columns, groups = geometry.output_size, geometry.rows, geometry.groups
     tile_n = tile.nr(isa)
     pairs = isa.lanes
     if not use_amx:
@@ -118,18 +115,18 @@ class ImplicitGemm:
     a block from `line` on, and the columns of a block from `first_column` on."""
 
     def __init__(
-        self, k: KernelBuilder, out: Pointer, a: Pointer, x: Pointer, *, images: Value, groups: int, columns: int,
-        geometry: im2col.ConvGeometry, target: conv_implicit_gemm.OutputMap, blocking: Blocking, mode: str,
+        self, k: KernelBuilder, out: Pointer, a: Pointer, x: Pointer, *, images: im2col.Images, geometry: im2col.ConvGeometry,
+        target: conv_implicit_gemm.OutputMap, blocking: Blocking, mode: str,
     ) -> None:  # fmt: skip
-        """Operands as in `conv_implicit_gemm_bf16`; `columns`: output channels of a group. Scratch as `ScratchLayout` has it."""
-        self.k, self.out, self.a, self.images, self.groups, self.columns = k, out, a, images, groups, columns
+        """Operands as in `conv_implicit_gemm_bf16`. Scratch as `ScratchLayout` has it."""
+        self.k, self.out, self.a, self.images = k, out, a, k.num_elements(*images)
+        self.groups, self.columns = geometry.groups, geometry.rows
         self.geometry, self.target, self.blocking, self.mode = geometry, target, blocking, mode
         self.dense = target == conv_implicit_gemm.OutputMap(geometry.output_size)
         self.layout, at = blocking.layout(geometry), k.thread_scratch()
         self.scratch = ScratchLayout(k.isa, geometry, blocking, dense=self.dense)
-        self.input = conv_polyphase.PolyphaseBuffer(
-            k, self.layout, x, at, channels=2 * blocking.pairs, groups=groups, height=pack_height(self.layout)
-        )
+        height = pack_height(self.layout)
+        self.input = conv_polyphase.PolyphaseBuffer(k, self.layout, x, at, channels=2 * blocking.pairs, height=height)
         s = self.scratch
         self.panel, self.sums, self.shifts, self.pixel_sums, self.pixel_targets, self.spill = (
             at.bytes(n) for n in (s.panel, s.sums, s.shifts, s.pixel_sums, s.pixel_targets, s.spill)
@@ -237,14 +234,7 @@ class ImplicitGemm:
             count = rows // amx.SIDE
             amx.multiply_column(k, dst, count, lambda s: panel.bytes(shift(s)), filters, steps, begun=add_previous)
             return
-        acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
-        flat = [var for line in acc for var in line]
-        targets = [dst.at(r * self.tile_n + v * k.lanes) for r in range(tile.mr) for v in range(tile.vectors)]
-        if add_previous is not None:
-            with k.when(add_previous):
-                for var, p in zip(flat, targets, strict=True):
-                    var.value = p.load()
-        with k.loop(0, steps) as s:
+        with microkernel.accumulators(k, tile, dst, self.tile_n, add_previous) as acc, k.loop(0, steps) as s:
             left = panel.bytes(shift(s))
             right = filters.bytes(s * (4 * self.blocking.pairs * self.tile_n))
 
@@ -253,8 +243,6 @@ class ImplicitGemm:
 
             with k.loop(0, self.blocking.pairs) as u:
                 microkernel.rank1_update(k, acc, pair, right, u, True)
-        for var, p in zip(flat, targets, strict=True):
-            p.store(var.value)
 
     def _store(self, n: Value, sums: Pointer, column: Value) -> None:
         """The epilogue of image n and the column block from `column` on, whose sums [position][tile_n] are transposed: out is
@@ -321,7 +309,7 @@ class ImplicitGemm:
         return self.k.op("i64", f"load i64, ptr {table.bytes(index * 8).ref}, align 8")
 
 
-def conv_implicit_gemm_bf16(k: KernelBuilder, out, a, x, *, dims: tuple[str, ...], count: int, **sizes: Any) -> None:
+def conv_implicit_gemm_bf16(k: KernelBuilder, out, a, x, **sizes: Any) -> None:
     """out (N, groups columns, *target.size) = packed filters a (conv_filter_packing.py) convolved with x (N, groups channels, H, W)
-    bf16. `count` images for each of the run-time sizes `dims`; `sizes`: as `ImplicitGemm` has them."""
-    ImplicitGemm(k, out, a, x, images=k.num_elements(dims, count), **sizes).run()
+    bf16. `sizes`: as `ImplicitGemm` has them."""
+    ImplicitGemm(k, out, a, x, **sizes).run()

@@ -77,7 +77,8 @@ class PolyphaseLayout:
         return max(self.height * self.pitch, self.positions + self.rows.reach * self.pitch + self.columns.reach)
 
     def shifts(self) -> list[int]:
-        """The shift of each tap, from a position of the output to one of all planes."""
+        """The shift of each tap: how far the input pixel that it multiplies lies from the output's position, in the planes, which
+        follow each other."""
         phases = self.phases()
         found = []
         for row in self.geometry.row_offsets:
@@ -111,17 +112,13 @@ class PolyphaseLayout:
 
 
 class PolyphaseBuffer:
-    """The planes of `channels` channels at a time in scratch, or `height` of their lines, packed from x (N, groups group_channels,
-    H, W); the default of `group_channels` is geometry.channels. `at`: the first channel's; `pitch`: elements to the next channel's.
-    A line of zeros before them stands for the rows outside the image."""
+    """The planes of `channels` channels at a time in scratch, or `height` of their lines, packed from images x. `at`: the first
+    channel's; `pitch`: elements to the next channel's. A line of zeros before them stands for the rows outside the image."""
 
     def __init__(
-        self, k: KernelBuilder, layout: PolyphaseLayout, x: Pointer, scratch: Pointer, *, channels: int, groups: int,
-        group_channels: int = 0, height: int | None = None,
-    ) -> None:  # fmt: skip
-        self.k, self.layout, self.geometry, self.x = k, layout, layout.geometry, x
-        self.channels, self.groups = channels, groups
-        self.group_channels = group_channels or self.geometry.channels
+        self, k: KernelBuilder, layout: PolyphaseLayout, x: Pointer, scratch: Pointer, *, channels: int, height: int | None = None
+    ) -> None:
+        self.k, self.layout, self.geometry, self.x, self.channels = k, layout, layout.geometry, x, channels
         self.zeros = scratch.as_dtype("bf16")
         nbytes = layout.zeros_nbytes(k.lanes)
         self.at, self.pitch = self.zeros.bytes(nbytes), layout.channel_pitch(k.lanes, height)
@@ -131,7 +128,7 @@ class PolyphaseBuffer:
     def seek(self, image: Value, group: Value, first: Value, line: Value) -> None:
         """Select the channels from `first` of a group on, and the block of output lines from `line` on."""
         self.first, self.line = first, line
-        self.source = (image * self.groups + group) * self.group_channels + first
+        self.source = (image * self.geometry.groups + group) * self.geometry.channels + first
 
     def pack(self, number: Any = 0) -> None:
         """Pack all planes, as channel `number` of the buffer and those behind it. What lies behind a plane's lines is zero."""
@@ -145,7 +142,7 @@ class PolyphaseBuffer:
     def pack_lines(self, j: Value, dst: Pointer, row_phase: int, column_phase: int, first: Any, last: Any) -> None:
         """Pack the lines [first, last) of one plane of channel j. A channel behind the group's last is zero."""
         k, layout, geometry, (H, W) = self.k, self.layout, self.geometry, self.geometry.input_size
-        exists = self.first + j < self.group_channels
+        exists = self.first + j < self.geometry.channels
         plane = self.x.at((self.source + j) * (H * W))
         with k.loop(first, last) as u:
             row = (self.line + u + layout.rows.first) * geometry.stride[0] + row_phase

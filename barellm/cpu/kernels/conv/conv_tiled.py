@@ -24,7 +24,8 @@ from typing import Any
 from barellm.cpu.gemm_config import Tile, tiles
 from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Pointer, Value, part
 from barellm.cpu.kernels.conv import conv_wgrad
-from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colPanel, panel_nbytes, panel_pitch, pixelwise
+from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colPanel, Images, panel_nbytes, panel_pitch
+from barellm.cpu.kernels.gemm.microkernel import broadcast_a, microkernel
 from barellm.program.integers import ceil_div, round_up
 
 KC = 128  # channels of a K block: with a block of tiles it takes a quarter of L1
@@ -66,18 +67,14 @@ class TiledConv:
     m: int
     geometry: ConvGeometry
     size: tuple[int, int]
-    groups: int
-    rows: int
     tile: Tile
     group: int
     filters: int
 
-    @property
-    def channels(self) -> int:
-        return self.geometry.channels
 
-    def tiles(self, images: int) -> int:
-        return images * self.geometry.output_size[0] * self.geometry.output_size[1]
+def num_tiles(images: int, geometry: ConvGeometry) -> int:
+    """The tiles of so many images, which are the outputs of `geometry`."""
+    return images * geometry.output_size[0] * geometry.output_size[1]
 
 
 def gemm_tile(isa: ISA) -> Tile:
@@ -87,31 +84,28 @@ def gemm_tile(isa: ISA) -> Tile:
 
 @dataclass(frozen=True)
 class TileRun:
-    """The blocks of tiles [begin, begin + num_blocks) of a group, counted from `first` of `for_each_channel`, and one of their
-    channels. They lie in `rows` rows of tiles, of which the first has `skip` tiles of the block before; `panel` is about those
-    rows."""
+    """One channel of block `begin` + `block` of the tiles of a group, counted from `first` of `for_each_block`. `panel` has the
+    pixels of the tiles of the blocks from `begin` on, after `skip` tiles of the block before."""
 
     panel: Im2colPanel
     group: Value
     begin: Value
-    num_blocks: Value
-    rows: Value
     skip: Value
     channel: Value
+    block: Value
 
 
 @contextmanager
-def for_each_channel(
-    k: KernelBuilder, x: Pointer, first: Any, limit: Any, *, dims, count: int, groups: int, geometry: ConvGeometry,
-    tile_n: int, most: int,
-) -> Iterator[TileRun]:  # fmt: skip
-    """The parallel loop of an input transform over the blocks of tiles [first, first + limit) of x: its body is emitted once, for a
-    run of blocks and one channel. A work item is CHUNK channels of as many blocks as are complete rows of tiles, at most about
-    `most` tiles."""
-    TW = geometry.output_size[1]
+def for_each_block(
+    k: KernelBuilder, x: Pointer, first: Any, limit: Any, *, images: Images, geometry: ConvGeometry, tile_n: int, most: int
+) -> Iterator[TileRun]:
+    """The parallel loop of an input transform over the blocks of tiles [first, first + limit) of x: its body is emitted once, for
+    one block and one channel, whose pixels are packed. A work item is CHUNK channels of as many blocks as are complete rows of
+    tiles, at most about `most` tiles."""
+    TW, groups = geometry.output_size[1], geometry.groups
     run, lines, pitch = run_shape(geometry, tile_n, k.lanes, most)
-    panel = Im2colPanel(k, geometry, x, k.thread_scratch(), lines, TW, pitch, groups)
-    total = k.num_elements(dims, count) * (geometry.output_size[0] * TW)
+    panel = Im2colPanel(k, geometry, x, k.thread_scratch(), lines, TW, pitch)
+    total = k.num_elements(*images) * (geometry.output_size[0] * TW)
     blocks = k.max(k.min(k.ceil_div(total, tile_n) - first, limit), 0)
     chunks = ceil_div(geometry.channels, CHUNK)
     with k.parallel_for(k.ceil_div(blocks, run) * (groups * chunks)) as item:
@@ -124,7 +118,9 @@ def for_each_channel(
         panel.seek(group, line, rows, 0)
         skip = tile - line * TW  # tiles of the first line that belong to the block before
         with k.loop(chunk * CHUNK, k.min((chunk + 1) * CHUNK, geometry.channels)) as channel:
-            yield TileRun(panel, group, begin, num_blocks, rows, skip, channel)
+            panel.pack(channel, channel + 1, pixels=rows * TW, zero_vectors=tile_n // k.lanes)
+            with k.loop(0, num_blocks) as block:
+                yield TileRun(panel, group, begin, skip, channel, block)
 
 
 def run_shape(geometry: ConvGeometry, tile_n: int, lanes: int, most: int) -> tuple[int, int, int]:
@@ -144,77 +140,61 @@ def panel_bytes(isa: ISA, geometry: ConvGeometry, tile_n: int, most: int) -> int
 
 def batched_gemm(
     k: KernelBuilder, u: Pointer, v: Pointer, first: Value, limit: Value, products: Pointer, epilogue: Callable[..., None], *,
-    dims, count: int, conv: TiledConv, positions: int,
+    images: Images, conv: TiledConv, positions: int,
 ) -> None:  # fmt: skip
     """One GEMM for each position, for the blocks of tiles [first, first + limit): products = u (positions, groups rows, C) @ v
     (blocks, groups, positions, C, tile_n). A work item is a group of blocks x `conv.filters` output channels; its `products`
     (positions, filters, tiles) are in scratch. epilogue(products, tile, num_tiles, channel) makes outputs of those of one output
     channel and a vector of tiles from `tile` on, of which `num_tiles` exist."""
-    tile_n, (TH, TW), C = conv.tile.nr(k.isa), conv.geometry.output_size, conv.channels
-    total = k.num_elements(dims, count) * (TH * TW)
+    tile_n, (TH, TW) = conv.tile.nr(k.isa), conv.geometry.output_size
+    C, rows, groups = conv.geometry.channels, conv.geometry.rows, conv.geometry.groups
+    total = k.num_elements(*images) * (TH * TW)
     blocks = k.max(k.min(k.ceil_div(total, tile_n) - first, limit), 0)
-    batches, row_blocks = k.ceil_div(blocks, conv.group), ceil_div(conv.rows, conv.filters)
-    width, size = conv.group * tile_n, conv.groups * conv.rows * C
-    with k.parallel_for(batches * (conv.groups * row_blocks)) as item:
+    batches, row_blocks = k.ceil_div(blocks, conv.group), ceil_div(rows, conv.filters)
+    width, size = conv.group * tile_n, groups * rows * C
+    with k.parallel_for(batches * (groups * row_blocks)) as item:
         row_block, rest = item % row_blocks, item // row_blocks
-        group, begin = rest % conv.groups, rest // conv.groups * conv.group
+        group, begin = rest % groups, rest // groups * conv.group
         num_blocks = k.min(blocks - begin, conv.group)
         row0 = row_block * conv.filters
-        row1 = k.min(row0 + conv.filters, conv.rows)
+        row1 = k.min(row0 + conv.filters, rows)
         with k.loop(0, positions) as position, k.loop(0, C, KC) as c, k.loop(0, num_blocks) as block:
             depth = k.min(C - c, KC)
-            right = v.at((((begin + block) * conv.groups + group) * positions + position) * (C * tile_n) + c * tile_n)
+            right = v.at((((begin + block) * groups + group) * positions + position) * (C * tile_n) + c * tile_n)
 
             def multiply(row: Value, tile: Tile, c=c, depth=depth, right=right, position=position, block=block) -> None:
-                left = u.at(position * size + (group * conv.rows + row) * C + c)
+                left = u.at(position * size + (group * rows + row) * C + c)
                 dst = products.at(((position * conv.filters) + (row - row0)) * width + block * tile_n)
-                micro_kernel(k, tile, left, C, right, tile_n, depth, dst, width, add_previous=c > 0 if C > KC else None)
+                load_a, _ = broadcast_a(k, left, list(range(tile.mr)), False, depth=C, stride=C)
+                for r, sums in enumerate(microkernel(k, tile, load_a, right, depth, False)):
+                    for v, value in enumerate(sums):
+                        at = r * width + v * k.lanes
+                        dst.store(value + k.select(c > 0, dst.load(at), 0.0) if C > KC else value + 0.0, at)
 
-            tail = conv.rows % conv.tile.mr  # rows of the last, partial tile
-            full = k.min(row1, conv.rows - tail)
+            tail = rows % conv.tile.mr  # rows of the last, partial tile
+            full = k.min(row1, rows - tail)
             with k.loop(row0, full, conv.tile.mr) as row:
                 multiply(row, conv.tile)
             if tail:
-                with k.when(row1 > conv.rows - tail):
-                    multiply(k.int(conv.rows - tail), Tile(tail, conv.tile.vectors))
+                with k.when(row1 > rows - tail):
+                    multiply(k.int(rows - tail), Tile(tail, conv.tile.vectors))
         with k.loop(0, num_blocks * tile_n, k.lanes) as t:
             tile = (first + begin) * tile_n + t
             num_tiles = k.max(k.min(total - tile, k.lanes), 0)
             with k.loop(row0, row1) as row:
-                epilogue(products.at((row - row0) * width + t), tile, num_tiles, group * conv.rows + row)
-
-
-def micro_kernel(
-    k: KernelBuilder, tile: Tile, left: Pointer, stride: int, right: Pointer, pitch: int, depth: Value, dst: Pointer, width: int,
-    *, add_previous: Value | None,
-) -> None:  # fmt: skip
-    """dst (tile.mr, tile.vectors * lanes), row stride `width`, = left (tile.mr, depth), row stride `stride`, @ right (depth,
-    tile.vectors * lanes), row stride `pitch`; plus the old dst where `add_previous` (i1; None: never). Strides in elements."""
-    acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
-    lines = [left.at(r * stride) for r in range(tile.mr)]
-    with k.loop(0, depth) as d:
-        vectors = [right.at(d * pitch).load(j * k.lanes) for j in range(tile.vectors)]
-        for p, line in zip(lines, acc, strict=True):
-            factor = k.splat(p.get(d))
-            for var, vector in zip(line, vectors, strict=True):
-                var.value = k.fma(factor, vector, var.value)
-    for r, line in enumerate(acc):
-        for j, var in enumerate(line):
-            before = 0.0 if add_previous is None else k.select(add_previous, dst.load(r * width + j * k.lanes), 0.0)
-            dst.store(var.value + before, r * width + j * k.lanes)
+                epilogue(products.at((row - row0) * width + t), tile, num_tiles, group * rows + row)
 
 
 def tiled_wgrad_gemm(
-    k: KernelBuilder, products, dy, x, first, limit, *, dims, count: int, groups: int, rows: int, columns: int, positions: int,
-    outputs: tuple[int, int], tile_n: int,
-) -> None:  # fmt: skip
+    k: KernelBuilder, products, dy, x, first, limit, *, images: Images, geometry: ConvGeometry, positions: int, tile_n: int
+) -> None:
     """products (positions, groups rows, columns) = dy (blocks, groups, positions, rows, tile_n) @ x (blocks, groups, positions,
     columns, tile_n)^T, summed over blocks and tile_n; plus the old products but for the first K block of blocks [first, first +
-    limit). `rows`: output channels, `columns`: input channels of a group; `outputs`: tiles of an image."""
-    total = k.num_elements(dims, count) * (outputs[0] * outputs[1])
+    limit). `columns`: input channels of a group, `geometry.channels`; the outputs of `geometry` are tiles."""
+    groups, rows, columns = geometry.groups, geometry.rows, geometry.channels
+    total = k.num_elements(*images) * (geometry.output_size[0] * geometry.output_size[1])
     blocks = k.max(k.min(k.ceil_div(total, tile_n) - first, limit), 0)
     add_previous = k.int(first) > 0
-    tile_m, columns_of_tile = conv_wgrad.tile_shape(k.isa)
     row_blocks, column_blocks = ceil_div(rows, MC), ceil_div(columns, NC)
 
     with k.parallel_for(groups * positions * (row_blocks * column_blocks)) as item:
@@ -232,23 +212,13 @@ def tiled_wgrad_gemm(
                 left, right = dy.at((at * rows + row) * tile_n), x.at((at * columns + column) * tile_n)
                 for v in range(0, tile_n, k.lanes):
                     a = [left.load(r * tile_n + v) for r in range(num_rows)]
-                    for c in range(num_columns):
-                        b_vector = right.load(c * tile_n + v)
-                        for r, a_vector in enumerate(a):
-                            acc[r][c].value = k.fma(a_vector, b_vector, acc[r][c].value)
+                    conv_wgrad.multiply_lanes(k, acc, a, (right.load(c * tile_n + v) for c in range(num_columns)))
             for r, line in enumerate(acc):
                 for c, var in enumerate(line):
                     dst = products.at(((position * groups + group) * rows + row + r) * columns + column + c)
                     dst.put(k.select(add_previous, dst.get(), 0.0) + k.sum(var.value))
 
-        # Whole register tiles, then the rows and columns that remain, one by one.
-        full_rows, full_columns = row1 - (row1 - row0) % tile_m, column1 - (column1 - column0) % columns_of_tile
-        for begin, end, step in ((column0, full_columns, columns_of_tile), (full_columns, column1, 1)):
-            with k.loop(begin, end, step) as column:
-                with k.loop(row0, full_rows, tile_m) as row:
-                    micro_kernel(row, column, tile_m, step)
-                with k.loop(full_rows, row1) as row:
-                    micro_kernel(row, column, 1, step)
+        conv_wgrad.for_each_tile(k, (row0, row1), (column0, column1), micro_kernel)
 
 
 def append_input_transform(
@@ -261,54 +231,52 @@ def append_input_transform(
 
 
 def append_tiled(
-    c: Lowering, how: TileAlgorithm, *, out: Any, w: Any, x: Any, geometry: ConvGeometry, groups: int, rows: int, transposed: bool,
-    mode: str, dims: tuple[str, ...], count: int,
+    c: Lowering, how: TileAlgorithm, *, out: Any, w: Any, x: Any, geometry: ConvGeometry, transposed: bool, mode: str,
+    images: Images,
 ) -> None:  # fmt: skip
     """Append the calls of a convolution of x to `out`: the filter transform once, then for as many blocks of tiles as V_BYTES hold
-    the input transform and the GEMMs. `geometry`: of the direct convolution; `rows`: output channels of a group; `transposed`:
-    filters (groups depth, rows, R, S) instead of (groups rows, depth, R, S), as dgrad reads them."""
-    C, taps, tile = geometry.channels, geometry.taps, gemm_tile(c.isa)
+    the input transform and the GEMMs. `geometry`: of the direct convolution; `transposed`: filters (groups depth, rows, R, S)
+    instead of (groups rows, depth, R, S), as dgrad reads them."""
+    C, groups, rows, taps, tile = geometry.channels, geometry.groups, geometry.rows, geometry.taps, gemm_tile(c.isa)
     tile_n = tile.nr(c.isa)
     group = max(1, min(8, how.group_bytes // (4 * how.positions * C * tile_n)))
     filters = max(1, how.most_bytes // (4 * how.positions * group * tile_n) // tile.mr) * tile.mr
     filters = round_up(ceil_div(rows, ceil_div(rows, filters)), tile.mr)
-    conv = TiledConv(how.m, geometry.tiled(how.m, how.n), geometry.output_size, groups, rows, tile, group, filters)
+    conv = TiledConv(how.m, geometry.tiled(how.m, how.n), geometry.output_size, tile, group, filters)
     u = part(c.workspace("filters", 4 * how.positions * groups * rows * C + 64)), "fp32"
     steps = {"step": taps * rows, "row_step": taps} if transposed else {"step": taps, "row_step": taps * C}
     constants = {"count": groups, "rows": rows, "depth": C, "flip": geometry.flipped, **steps, **how.own}
     c.call(how.filters, {"u": u, "w": w}, constants, writes="u")
-    blocks = ceil_div(conv.tiles(int(x.shape[0])), tile_n)
+    blocks = ceil_div(num_tiles(int(x.shape[0]), conv.geometry), tile_n)
     block_bytes = 4 * groups * how.positions * C * tile_n
     limit = round_up(max(1, min(blocks, V_BYTES // block_bytes)), group)
     v = part(c.workspace("tiles", limit * block_bytes)), "fp32"
     c.thread_scratch(4 * how.positions * filters * group * tile_n + 4 * how.epilogue * c.isa.lanes)
-    images: dict[str, Any] = {"dims": dims, "count": count}
-    transform = append_input_transform(c, how, v, x, how.of_x, conv.geometry, groups=groups, tile_n=tile_n, **images)
+    transform = append_input_transform(c, how, v, x, how.of_x, conv.geometry, images=images, tile_n=tile_n)
     for first in range(0, blocks, limit):
         where = {"first": first, "limit": limit}
         transform(where)
-        c.call(how.gemm, {"y": out, "u": u, "v": v, **where}, {**images, "conv": conv, "mode": mode, **how.own}, writes="y")
+        c.call(how.gemm, {"y": out, "u": u, "v": v, **where}, {"images": images, "conv": conv, "mode": mode, **how.own}, writes="y")
 
 
 def append_tiled_wgrad(
-    c: Lowering, how: TileAlgorithm, *, dw: Any, dy: Any, x: Any, geometry: ConvGeometry, groups: int, mode: str,
-    dims: tuple[str, ...], count: int,
-) -> None:  # fmt: skip
+    c: Lowering, how: TileAlgorithm, *, dw: Any, dy: Any, x: Any, geometry: ConvGeometry, mode: str, images: Images
+) -> None:
     """Append the calls of a filter gradient: for each K block of tiles both input transforms and the GEMMs, then the output
     transform. `geometry`: of the direct forward convolution."""
-    rows, columns = int(dy.shape[1]) // groups, geometry.channels
-    of_x, of_dy = geometry.tiled(how.m, how.n), pixelwise(geometry.output_size, rows).tiled(how.m, how.m)
-    outputs, tile_n = of_x.output_size, gemm_tile(c.isa).nr(c.isa)
-    blocks = ceil_div(int(x.shape[0]) * outputs[0] * outputs[1], tile_n)
+    groups, rows, columns = geometry.groups, geometry.rows, geometry.channels
+    of_x, of_dy = geometry.tiled(how.m, how.n), geometry.pixelwise().tiled(how.m, how.m)
+    tile_n = gemm_tile(c.isa).nr(c.isa)
+    blocks = ceil_div(num_tiles(int(x.shape[0]), of_x), tile_n)
     plane_bytes = 4 * groups * how.positions * tile_n  # of a block of tiles and a channel
     limit = max(1, min(blocks, how.wgrad_kc or V_BYTES // (plane_bytes * max(rows, columns))))
-    images: dict[str, Any] = {"dims": dims, "count": count, "groups": groups, "tile_n": tile_n}
+    sizes: dict[str, Any] = {"images": images, "tile_n": tile_n}
     made, transforms = {}, []
     for name, t, own, seen in (("dy", dy, how.of_dy, of_dy), ("x", x, how.of_x, of_x)):
         made[name] = part(c.workspace(f"{name} tiles", limit * plane_bytes * seen.channels)), "fp32"
-        transforms.append(append_input_transform(c, how, made[name], t, own, seen, **images))
+        transforms.append(append_input_transform(c, how, made[name], t, own, seen, **sizes))
     products = part(c.workspace("products", 4 * how.positions * groups * rows * columns)), "fp32"
-    sizes = {"rows": rows, "columns": columns, "positions": how.positions, "outputs": outputs, **images}
+    sizes |= {"geometry": of_x, "positions": how.positions}
     for first in range(0, blocks, limit):
         where = {"first": first, "limit": limit}
         for transform in transforms:

@@ -8,12 +8,14 @@ some lines at a time: it packs dy and the im2col panel of these lines, then runs
 
 Names: a `row` is an output channel of the group; a `depth` d is (channel, filter row, filter column), an element of a filter."""
 
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Pointer, Value
-from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colPanel, panel_nbytes, panel_pitch
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value, Var
+from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colPanel, Images, panel_nbytes, panel_pitch
 from barellm.cpu.kernels.loops import accumulate_scalar
 from barellm.program.integers import ceil_div, round_up
 
@@ -32,10 +34,10 @@ class Blocking:
     columns: int
 
 
-def select_blocking(isa: ISA, geometry: ConvGeometry, rows: int, images: int) -> Blocking:
-    """Even blocks of about MC x NC, and K blocks of about KC pixels; `rows`: output channels of a group. K blocks depend on the
-    shape alone, for they are the order of summation."""
-    P, Q = geometry.output_size
+def select_blocking(isa: ISA, geometry: ConvGeometry, images: int) -> Blocking:
+    """Even blocks of about MC x NC, and K blocks of about KC pixels. K blocks depend on the shape alone, for they are the order of
+    summation."""
+    (P, Q), rows = geometry.output_size, geometry.rows
     channels = min(geometry.channels, max(1, NC // geometry.taps))
     lines = max(1, min(KC // Q, images * P))
     column_blocks = ceil_div(Q, 2 * KC)
@@ -60,24 +62,45 @@ def tile_shape(isa: ISA) -> tuple[int, int]:
     return TILES[isa.registers] if isa.fma else (2, 4)
 
 
+def for_each_tile(
+    k: KernelBuilder, rows: tuple[Any, Value], columns: tuple[Any, Value], micro_kernel: Callable[[Value, Value, int, int], None]
+) -> None:
+    """micro_kernel(first row, first column, rows, columns) for the register tiles of [rows) x [columns): whole ones, then the rows
+    and columns that remain, one by one."""
+    (row0, row1), (column0, column1), (tile_m, tile_n) = rows, columns, tile_shape(k.isa)
+    full_rows, full_columns = row1 - (row1 - row0) % tile_m, column1 - (column1 - column0) % tile_n
+    for begin, end, step in ((column0, full_columns, tile_n), (full_columns, column1, 1)):
+        with k.loop(begin, end, step) as column:
+            with k.loop(row0, full_rows, tile_m) as row:
+                micro_kernel(row, column, tile_m, step)
+            with k.loop(full_rows, row1) as row:
+                micro_kernel(row, column, 1, step)
+
+
+def multiply_lanes(k: KernelBuilder, acc: list[list[Var]], left: list[Value], right: Iterable[Value]) -> None:
+    """acc[r][c] += left[r] * right[c], lane by lane; a vector of `right` is loaded when it is needed."""
+    for c, b in enumerate(right):
+        for a, line in zip(left, acc, strict=True):
+            line[c].value = k.fma(a, b, line[c].value)
+
+
 class WeightGradient:
     """One thread's loop over work items. State of the loops: the item's `group`, `num_rows` rows from `first_row` on, and
     `num_depths` depths from input channel `channel` on."""
 
     def __init__(
-        self, k: KernelBuilder, dw: Pointer, dy: Pointer, x: Pointer, *, dims: tuple[str, ...], count: int, groups: int,
-        rows: int, geometry: ConvGeometry, blocking: Blocking, mode: str,
+        self, k: KernelBuilder, dw: Pointer, dy: Pointer, x: Pointer, *, images: Images, geometry: ConvGeometry,
+        blocking: Blocking, mode: str,
     ) -> None:  # fmt: skip
-        """Operands as in `conv_wgrad`; there are `count` images for each of the run-time sizes `dims`. Scratch: the im2col panel
-        first, which lays out its own tables and lines, then packed dy, then the partial sums [row][depth], a vector each."""
-        self.k, self.dw, self.dy, self.mode = k, dw, dy, mode
-        self.groups, self.rows, self.geometry, self.blocking = groups, rows, geometry, blocking
+        """Operands as in `conv_wgrad`. Scratch: the im2col panel first, which lays out its own tables and lines, then packed dy,
+        then the partial sums [row][depth], a vector each."""
+        self.k, self.dw, self.dy, self.geometry, self.blocking, self.mode = k, dw, dy, geometry, blocking, mode
+        self.groups, self.rows = geometry.groups, geometry.rows
         layout, scratch = ScratchLayout(k.isa, geometry, blocking), k.thread_scratch()
         self.packed_dy, self.sums, self.pitch = scratch.bytes(layout.dy), scratch.bytes(layout.sums), layout.pitch
         self.max_depths = blocking.channels * geometry.taps
-        self.total_lines = k.num_elements(dims, count) * geometry.output_size[0]
-        self.panel = Im2colPanel(k, geometry, x, scratch, blocking.lines, blocking.columns, layout.pitch, groups)
-        self.tile_m, self.tile_n = tile_shape(k.isa)
+        self.total_lines = k.num_elements(*images) * geometry.output_size[0]
+        self.panel = Im2colPanel(k, geometry, x, scratch, blocking.lines, blocking.columns, layout.pitch)
 
     def run(self) -> None:
         """The parallel loop over work items; for each the loop over K blocks: pack both operands, add to the partial sums."""
@@ -102,7 +125,7 @@ class WeightGradient:
                 self.panel.seek(self.group, line, lines, column)
                 self.panel.pack(self.channel, last, pixels=pixels)
                 self._pack_dy(line, lines, column, columns, pixels)
-                self._macro_kernel(pixels)
+                for_each_tile(k, (0, self.num_rows), (0, self.num_depths), partial(self._micro_kernel, pixels))
             self._store()
 
     def _pack_dy(self, line: Value, lines: Value, column: Any, columns: Any, pixels: Value) -> None:
@@ -123,33 +146,17 @@ class WeightGradient:
                     dst.store(tail, i * columns + vectors_end)
             dst.store(0.0, pixels)
 
-    def _macro_kernel(self, pixels: Value) -> None:
-        """Add a K block to all partial sums: tiles of tile_m x tile_n, and at the edges of one row or one depth."""
-        k, tile_m, tile_n = self.k, self.tile_m, self.tile_n
-        full_rows = self.num_rows - self.num_rows % tile_m
-        full_depths = self.num_depths - self.num_depths % tile_n
-        for begin, end, depths in ((k.int(0), full_depths, tile_n), (full_depths, self.num_depths, 1)):
-            with k.loop(begin, end, depths) as d:
-                with k.loop(0, full_rows, tile_m) as row:
-                    self._micro_kernel(row, d, tile_m, depths, pixels)
-                with k.loop(full_rows, self.num_rows) as row:
-                    self._micro_kernel(row, d, 1, depths, pixels)
-
-    def _micro_kernel(self, row: Value, d: Value, rows: int, depths: int, pixels: Value) -> None:
+    def _micro_kernel(self, pixels: Value, row: Value, d: Value, rows: int, depths: int) -> None:
         """The partial sums of `rows` x `depths` elements of dw, from (row, d) on, += dy im2col^T over the K block's pixels, lane by
         lane."""
         k = self.k
-        partial = [[self._partial(row + r, d + c) for c in range(depths)] for r in range(rows)]
-        acc = [[k.var(p.load()) for p in line] for line in partial]
+        sums = [[self._partial(row + r, d + c) for c in range(depths)] for r in range(rows)]
+        acc = [[k.var(p.load()) for p in line] for line in sums]
         a = [self.packed_dy.at((row + r) * self.pitch) for r in range(rows)]
         b = [self.panel.at.at((d + c) * self.pitch) for c in range(depths)]
         with k.loop(0, pixels, k.lanes) as j:
-            a_vectors = [p.load(j) for p in a]
-            for c, p in enumerate(b):
-                b_vector = p.load(j)
-                for r, a_vector in enumerate(a_vectors):
-                    acc[r][c].value = k.fma(a_vector, b_vector, acc[r][c].value)
-        for dst, line in zip(partial, acc, strict=True):
+            multiply_lanes(k, acc, [p.load(j) for p in a], (p.load(j) for p in b))
+        for dst, line in zip(sums, acc, strict=True):
             for p, var in zip(dst, line, strict=True):
                 p.store(var.value)
 
@@ -170,12 +177,3 @@ def conv_wgrad(k: KernelBuilder, dw, dy, x, **sizes: Any) -> None:
     """dw (groups rows, channels taps) fp32, from dy (N, groups rows, P, Q) and x (N, groups channels, H, W). `sizes`: as
     `WeightGradient` has them."""
     WeightGradient(k, dw, dy, x, **sizes).run()
-
-
-def append_wgrad(c: Lowering, dw: Any, dy: Any, x: Any, *, geometry: ConvGeometry, **sizes: Any) -> None:
-    """Append the fp32 direct algorithm's call. `geometry`: of the forward convolution; `sizes`: others of `conv_wgrad`."""
-    rows = int(dy.shape[1]) // sizes["groups"]
-    blocking = select_blocking(c.isa, geometry, rows, int(x.shape[0]))
-    c.thread_scratch(ScratchLayout(c.isa, geometry, blocking).nbytes)
-    sizes |= {"rows": rows, "geometry": geometry, "blocking": blocking}
-    c.call(conv_wgrad, {"dw": dw, "dy": dy, "x": x}, sizes, writes="dw")

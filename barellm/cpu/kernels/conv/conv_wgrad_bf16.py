@@ -39,16 +39,13 @@ class Blocking:
         """The polyphase layouts of x and of dy, whose lines have the same pitch: a position is the same in both."""
         step = amx.TILE_K if self.use_amx else 2
         x = conv_polyphase.PolyphaseLayout(geometry, self.lines, step)
-        dy = im2col.pixelwise(geometry.output_size, geometry.channels)
-        return x, conv_polyphase.PolyphaseLayout(dy, self.lines, step, x.pitch)
+        return x, conv_polyphase.PolyphaseLayout(geometry.pixelwise(), self.lines, step, x.pitch)
 
 
-def select_blocking(
-    isa: ISA, tile: Tile, use_amx: bool, geometry: im2col.ConvGeometry, rows: int, images: int, groups: int, threads: int
-) -> Blocking:
-    """The work items that take the least estimated time, packing counted, for `rows` output channels of a group. Lines and images
-    of a K block depend on the shape alone: they are the order in which sums are added."""
-    P, _ = geometry.output_size
+def select_blocking(isa: ISA, tile: Tile, use_amx: bool, geometry: im2col.ConvGeometry, images: int, threads: int) -> Blocking:
+    """The work items that take the least estimated time, packing counted. Lines and images of a K block depend on the shape alone:
+    they are the order in which sums are added."""
+    (P, _), rows, groups = geometry.output_size, geometry.rows, geometry.groups
     pitch, tile_n = conv_polyphase.PolyphaseLayout(geometry, P, 1).pitch, tile.nr(isa)
     lines = ceil_div(P, ceil_div(P, max(1, min(P, KC // pitch))))
     num_images = max(1, min(images, KC // (P * pitch))) if lines == P else 1
@@ -91,18 +88,18 @@ class WeightGradient:
     `num_columns` input channels from `column` on."""
 
     def __init__(
-        self, k: KernelBuilder, dw: Pointer, dy: Pointer, x: Pointer, *, images: Value, groups: int, rows: int,
-        geometry: im2col.ConvGeometry, blocking: Blocking, mode: str,
+        self, k: KernelBuilder, dw: Pointer, dy: Pointer, x: Pointer, *, images: im2col.Images, geometry: im2col.ConvGeometry,
+        blocking: Blocking, mode: str,
     ) -> None:  # fmt: skip
-        """Operands as in `conv_wgrad_bf16`; `rows`: output channels of a group. Scratch as `ScratchLayout` has it."""
-        self.k, self.dw, self.images, self.groups, self.rows, self.geometry = k, dw, images, groups, rows, geometry
-        self.blocking, self.mode = blocking, mode
+        """Operands as in `conv_wgrad_bf16`. Scratch as `ScratchLayout` has it."""
+        self.k, self.dw, self.images, self.geometry = k, dw, k.num_elements(*images), geometry
+        self.groups, self.rows, self.blocking, self.mode = geometry.groups, geometry.rows, blocking, mode
         self.scratch, at = ScratchLayout(k.isa, geometry, blocking), k.thread_scratch()
         self.tile_n = blocking.tile.nr(k.isa)
         self.layout, dy_layout = blocking.layouts(geometry)
         self.steps = dy_layout.positions // (amx.TILE_K if blocking.use_amx else 2)  # of an image
-        self.dy = conv_polyphase.PolyphaseBuffer(k, dy_layout, dy, at, channels=blocking.rows, groups=groups, group_channels=rows)
-        self.x = conv_polyphase.PolyphaseBuffer(k, self.layout, x, at.bytes(self.scratch.x), channels=self.tile_n, groups=groups)
+        self.dy = conv_polyphase.PolyphaseBuffer(k, dy_layout, dy, at, channels=blocking.rows)
+        self.x = conv_polyphase.PolyphaseBuffer(k, self.layout, x, at.bytes(self.scratch.x), channels=self.tile_n)
         self.panel, self.sums = at.bytes(self.scratch.panel), at.bytes(self.scratch.sums)
 
     def run(self) -> None:
@@ -176,13 +173,7 @@ class WeightGradient:
                 amx.accumulate_steps(k, a, panel.bytes(n * panel_bytes), k.int(steps))
             amx.store_accumulators(k, dst, row=4 * self.tile_n)
             return
-        acc = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
-        targets = [dst.at(r * self.tile_n + v * k.lanes) for r in range(tile.mr) for v in range(tile.vectors)]
-        flat = [var for line in acc for var in line]
-        with k.when(add_previous):
-            for var, p in zip(flat, targets, strict=True):
-                var.value = p.load()
-        with k.loop(0, num_images) as n:
+        with microkernel.accumulators(k, tile, dst, self.tile_n, add_previous) as acc, k.loop(0, num_images) as n:
             src, right = left.bytes(n * left_bytes), panel.bytes(n * panel_bytes)
 
             def pair(r: int, u: Value, src: Pointer = src) -> Value:
@@ -190,8 +181,6 @@ class WeightGradient:
 
             with k.loop(0, steps) as u:
                 microkernel.rank1_update(k, acc, pair, right, u, True)
-        for var, p in zip(flat, targets, strict=True):
-            p.store(var.value)
 
     def _store(self) -> None:
         """The epilogue: the sums of a row, [tap][column], are transposed to dw's layout, [column][tap]."""
@@ -211,7 +200,7 @@ class WeightGradient:
                         place.store(accumulate(k, place, 0, mask, value, self.mode), 0, mask)
 
 
-def conv_wgrad_bf16(k: KernelBuilder, dw, dy, x, *, dims: tuple[str, ...], count: int, **sizes: Any) -> None:
-    """dw (groups rows, channels taps) fp32, from dy (N, groups rows, P, Q) bf16 and x (N, groups channels, H, W) bf16. `count`
-    images for each of the run-time sizes `dims`; `sizes`: as `WeightGradient` has them."""
-    WeightGradient(k, dw, dy, x, images=k.num_elements(dims, count), **sizes).run()
+def conv_wgrad_bf16(k: KernelBuilder, dw, dy, x, **sizes: Any) -> None:
+    """dw (groups rows, channels taps) fp32, from dy (N, groups rows, P, Q) bf16 and x (N, groups channels, H, W) bf16. `sizes`: as
+    `WeightGradient` has them."""
+    WeightGradient(k, dw, dy, x, **sizes).run()

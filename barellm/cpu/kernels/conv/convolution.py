@@ -1,122 +1,75 @@
 """Lowering of conv2d and its gradients (cuDNN's fprop, dgrad and wgrad) to calls of the algorithms' kernels."""
 
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
-from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Value, dims_of, lowering, part
-from barellm.cpu.kernels.conv import conv_algorithm, conv_depthwise, conv_implicit_gemm, conv_implicit_gemm_bf16, conv_wgrad_bf16
-from barellm.cpu.kernels.conv.conv_algorithm import Bf16MicroKernel
-from barellm.cpu.kernels.conv.conv_fft import fft_algorithm, fft_is_faster
+from barellm.cpu.kernel import KernelBuilder, Lowering, Value, dims_of, lowering, part
+from barellm.cpu.kernels.conv import conv_depthwise, conv_implicit_gemm, conv_implicit_gemm_bf16, conv_wgrad, conv_wgrad_bf16
+from barellm.cpu.kernels.conv.conv_algorithm import select_bf16, select_tiled
 from barellm.cpu.kernels.conv.conv_filter_packing import FilterPacking, pack_filters
 from barellm.cpu.kernels.conv.conv_implicit_gemm import OutputMap
-from barellm.cpu.kernels.conv.conv_tiled import TileAlgorithm, append_tiled, append_tiled_wgrad, gemm_tile
-from barellm.cpu.kernels.conv.conv_wgrad import append_wgrad
-from barellm.cpu.kernels.conv.im2col import ConvGeometry
-from barellm.cpu.kernels.conv.winograd import winograd
+from barellm.cpu.kernels.conv.conv_tiled import append_tiled, append_tiled_wgrad
+from barellm.cpu.kernels.conv.im2col import ConvGeometry, Images
 from barellm.cpu.kernels.loops import accumulate_scalar, elementwise_map
 from barellm.program.ops.convolution import Conv2d, Conv2dDw, Conv2dDx, phases, pixels
 from barellm.program.tensor import Dim, Tensor
 
 
-def images_of(t: Tensor) -> dict[str, Any]:
-    """Constants `dims` and `count`: the images of a tensor (N, C, H, W) are `k.num_elements(dims, count)`."""
-    return {"dims": dims_of(t), "count": 1 if isinstance(t.shape[0], Dim) else int(t.shape[0])}
+def images_of(t: Tensor) -> Images:
+    """The number of images of a tensor (N, C, H, W)."""
+    return dims_of(t), 1 if isinstance(t.shape[0], Dim) else int(t.shape[0])
 
 
-def geometry_of(op: Any, x: Tensor | tuple[int, ...], R: int, S: int) -> ConvGeometry:
-    """Which pixels of its images each output of a convolution sees."""
-    _, C, H, W = x.shape if isinstance(x, Tensor) else x
-    rows, columns = op.offsets(R, S)
-    outputs = op.output_size(int(H), int(W), R, S)
-    return ConvGeometry((int(H), int(W)), int(C) // op.groups, outputs, op.stride, rows, columns, op.reflect)
-
-
-def select_tiled(
-    isa: ISA, which: str, algorithm: str, geometry: ConvGeometry, target: OutputMap, rows: int, images: int, groups: int,
-    bf16: Bf16MicroKernel | None,
-) -> TileAlgorithm | None:  # fmt: skip
-    """The algorithm over tiles for a pass of a convolution, None for the direct one. With "auto" the cost models select it; `bf16`:
-    the micro-kernel that the direct algorithm would have. Direct on AMX tiles is faster than any algorithm in fp32."""
-    size, plain, auto = (len(geometry.row_offsets), len(geometry.column_offsets)), is_plain(geometry, target), algorithm == "auto"
-    result = "filters" if which == "dw" else "images"
-    if algorithm == "fft" or (auto and not bf16 and plain and fft_is_faster(isa, result, geometry, rows, images, groups)):
-        return fft_algorithm(*size)
-    if algorithm == "direct" or size != (3, 3) or not plain or (auto and bf16 and isa.tiles):
-        return None
-    m = 0 if auto else int(algorithm[-1])
-    if auto:
-        costs = (conv_algorithm.BF16_COSTS if bf16 else conv_algorithm.FP32_COSTS)[which]
-        tile_n = gemm_tile(isa).nr(isa)
-        m = conv_algorithm.select_winograd_tile(costs, geometry.channels, rows, images, geometry.output_size, tile_n)
-    return winograd(m) if m else None
-
-
-def is_plain(geometry: ConvGeometry, target: OutputMap) -> bool:
-    """Whether stride and dilation are 1 and all outputs are computed: what the algorithms over tiles support."""
-    undilated = all({abs(b - a) for a, b in pairwise(line)} <= {1} for line in (geometry.row_offsets, geometry.column_offsets))
-    return geometry.stride == (1, 1) and target == OutputMap(geometry.output_size) and undilated
+def geometry_of(op: Conv2d | Conv2dDw, K: int, R: int, S: int) -> ConvGeometry:
+    """The geometry of a forward convolution of op.x with K filters."""
+    C, H, W = (int(n) for n in op.x.shape[1:])
+    outputs, offsets = op.output_size(H, W, R, S), op.offsets(R, S)
+    return ConvGeometry((H, W), C // op.groups, outputs, op.stride, *offsets, op.reflect, op.groups, K // op.groups)
 
 
 def append_conv(
-    c: Lowering, *, algorithm: str, out: Any, w: Tensor, a: Any, x: Tensor, groups: int, rows: int, geometry: ConvGeometry,
-    target: OutputMap, mode: str, transposed: bool = False, taps: tuple[int, ...] = (),
+    c: Lowering, *, algorithm: str, out: Any, w: Tensor, a: Any, x: Tensor, geometry: ConvGeometry, target: OutputMap, mode: str,
+    transposed: bool = False, taps: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
     """One convolution of x. `a()` makes the fp32 GEMM operand from the filters w when an algorithm needs it. `transposed`: w is
-    read with input and output channels exchanged, as dgrad does. `taps`: the elements of w that are used."""
-    is_direct = algorithm in ("auto", "direct")
-    sizes: dict[str, Any] = {"groups": groups, "geometry": geometry, "target": target, "mode": mode, **images_of(x)}
-    if is_direct and conv_depthwise.is_supported(geometry, rows):
-        append_depthwise(c, out, a(), x, rows=rows, **sizes)
-        return
-    bf16 = conv_algorithm.select_fprop_bf16(c.isa, x.dtype, geometry, rows) if is_direct else None
+    read with input and output channels exchanged, as dgrad does. `taps`: the elements of w that are used (none: all)."""
+    is_direct, N = algorithm in ("auto", "direct"), int(x.shape[0])
+    sizes: dict[str, Any] = {"geometry": geometry, "mode": mode, "images": images_of(x)}
+    depthwise = is_direct and conv_depthwise.is_supported(geometry)
+    bf16 = select_bf16(c.isa, x.dtype, geometry, wgrad=False) if is_direct and not depthwise else None
     which = "dx" if transposed else "forward"
-    if how := select_tiled(c.isa, which, algorithm, geometry, target, rows, int(x.shape[0]), groups, bf16):
-        append_tiled(
-            c, how, out=out, w=w, x=x, groups=groups, rows=rows, transposed=transposed, geometry=geometry, mode=mode, **images_of(x)
-        )  # fmt: skip
+    if depthwise:
+        kernel, blocking = conv_depthwise.conv_depthwise, conv_depthwise.select_blocking(c.isa, geometry, gradient=False)
+        filters, nbytes = a(), blocking.scratch_nbytes(c.isa, geometry, 1)
+    elif how := select_tiled(c.isa, which, algorithm, geometry, target, N, bf16):
+        append_tiled(c, how, out=out, w=w, x=x, transposed=transposed, **sizes)
+        return
     elif bf16:
-        append_bf16(c, bf16, out, w, x, rows=rows, taps=taps, transposed=transposed, **sizes)
+        kernel = conv_implicit_gemm_bf16.conv_implicit_gemm_bf16
+        blocking = conv_implicit_gemm_bf16.select_blocking(c.isa, bf16.tile, bf16.use_amx, geometry, N, c.threads)
+        filters = packed_filters(c, w, geometry, blocking, taps, transposed)
+        dense = target == OutputMap(geometry.output_size)
+        nbytes = conv_implicit_gemm_bf16.ScratchLayout(c.isa, geometry, blocking, dense=dense).nbytes
     else:
-        append_direct(c, out, a(), x, rows=rows, **sizes)
+        kernel, filters = conv_implicit_gemm.conv_implicit_gemm, a()
+        blocking = conv_implicit_gemm.select_blocking(c.isa, geometry, N, c.threads)
+        nbytes = conv_implicit_gemm.ScratchLayout(c.isa, geometry, blocking).nbytes
+    c.thread_scratch(nbytes)
+    c.call(kernel, {"out": out, "a": filters, "x": x}, {**sizes, "target": target, "blocking": blocking}, writes="out")
 
 
-def append_bf16(
-    c: Lowering, bf16: Bf16MicroKernel, out: Any, w: Tensor, x: Tensor, *, groups: int, rows: int, geometry: ConvGeometry,
-    target: OutputMap, taps: tuple[int, ...], transposed: bool, **sizes: Any,
-) -> None:  # fmt: skip
-    """The direct algorithm in bf16, with filters that are rounded to bf16."""
-    blocking = conv_implicit_gemm_bf16.select_blocking(
-        c.isa, bf16.tile, bf16.use_amx, geometry, rows, int(x.shape[0]), groups, c.threads
-    )
-    size = int(w.shape[2]) * int(w.shape[3])
-    tile_n, taps = blocking.tile.nr(c.isa), taps or tuple(range(size))
-    packing = FilterPacking(groups, geometry.channels, rows, size, taps, blocking.pairs, tile_n, transposed)
-    dense = target == OutputMap(geometry.output_size)
-    layout = conv_implicit_gemm_bf16.ScratchLayout(c.isa, geometry, blocking, dense=dense)
-    c.thread_scratch(max(layout.nbytes, packing.scratch_nbytes(c.isa)))
-    a = part(c.workspace("filters", packing.nbytes)), "bf16"
-    c.call(pack_filters, {"a": a, "w": w}, {"packing": packing}, writes="a")
-    sizes |= {"groups": groups, "columns": rows, "geometry": geometry, "target": target, "blocking": blocking}
-    c.call(conv_implicit_gemm_bf16.conv_implicit_gemm_bf16, {"out": out, "a": a, "x": x}, sizes, writes="out")
-
-
-def append_depthwise(c: Lowering, out: Any, a: Any, x: Tensor, *, geometry: ConvGeometry, **sizes: Any) -> None:
-    """A depthwise convolution: each group has one channel of x."""
-    blocking = conv_depthwise.select_blocking(c.isa, geometry, gradient=False)
-    c.thread_scratch(conv_depthwise.scratch_nbytes(c.isa, geometry, blocking, 1))
-    sizes |= {"geometry": geometry, "blocking": blocking}
-    c.call(conv_depthwise.conv_depthwise, {"out": out, "a": a, "x": x}, sizes, writes="out")
-
-
-def append_direct(
-    c: Lowering, out: Any, a: Any, x: Tensor, *, groups: int, rows: int, geometry: ConvGeometry, **sizes: Any
-) -> None:
-    """The direct algorithm in fp32, with filters `a`."""
-    blocking = conv_implicit_gemm.select_blocking(c.isa, geometry, rows, int(x.shape[0]), groups, c.threads)
-    c.thread_scratch(conv_implicit_gemm.ScratchLayout(c.isa, geometry, blocking, rows).nbytes)
-    sizes |= {"groups": groups, "rows": rows, "geometry": geometry, "blocking": blocking}
-    c.call(conv_implicit_gemm.conv_implicit_gemm, {"out": out, "a": a, "x": x}, sizes, writes="out")
+def packed_filters(
+    c: Lowering, w: Tensor, geometry: ConvGeometry, blocking: conv_implicit_gemm_bf16.Blocking, taps: tuple[int, ...],
+    transposed: bool,
+) -> Any:  # fmt: skip
+    """The filters rounded to bf16 and packed for the bf16 implicit GEMM."""
+    size, tile_n = int(w.shape[2]) * int(w.shape[3]), blocking.tile.nr(c.isa)
+    of_groups = geometry.groups, geometry.channels, geometry.rows
+    packing = FilterPacking(*of_groups, size, taps or tuple(range(size)), blocking.pairs, tile_n, transposed)
+    c.thread_scratch(packing.scratch_nbytes(c.isa))
+    packed = part(c.workspace("filters", packing.nbytes)), "bf16"
+    c.call(pack_filters, {"a": packed, "w": w}, {"packing": packing}, writes="a")
+    return packed
 
 
 def filters_to_fp32(k: KernelBuilder, y, x, *, width: int) -> None:
@@ -136,10 +89,10 @@ def filters_of(c: Lowering, w: Tensor) -> Any:
 @lowering("conv2d", starts="y")
 def lower_conv2d(op: Conv2d, c: Lowering) -> None:
     K, _, R, S = (int(n) for n in op.w.shape)
-    geometry = geometry_of(op, op.x, R, S)
+    geometry = geometry_of(op, K, R, S)
     append_conv(
-        c, algorithm=op.algorithm, out=op.y, w=op.w, a=lambda: filters_of(c, op.w), x=op.x, groups=op.groups, rows=K // op.groups,
-        geometry=geometry, target=OutputMap(geometry.output_size), mode=op.modes["y"],
+        c, algorithm=op.algorithm, out=op.y, w=op.w, a=partial(filters_of, c, op.w), x=op.x, geometry=geometry,
+        target=OutputMap(geometry.output_size), mode=op.modes["y"],
     )  # fmt: skip
 
 
@@ -158,7 +111,7 @@ def transpose_filters(k: KernelBuilder, a, w, *, groups, K, C, R, S, rows, colum
             dst.put(src.get(r * S + s), t)
 
 
-def reflect_pad_backward(k: KernelBuilder, dx, padded, *, dims, count, channels, size, padding, mode) -> None:
+def reflect_pad_backward(k: KernelBuilder, dx, padded, *, images, channels, size, padding, mode) -> None:
     """dx of reflection padding: each pixel gets the sum of the gradients of its copies in `padded`."""
     (H, W), (top, left) = size, padding
     padded_W, padded_H = W + 2 * left, H + 2 * top
@@ -168,7 +121,7 @@ def reflect_pad_backward(k: KernelBuilder, dx, padded, *, dims, count, channels,
         low, high = at > 0, at < n - 1
         return [(at + pad, k.const(1, "i1")), (pad - at, low & (at <= pad)), (pad + 2 * (n - 1) - at, high & (at >= n - 1 - pad))]
 
-    with k.parallel_range(k.num_elements(dims, count) * (channels * H), 16) as (begin, end), k.loop(begin, end) as line:
+    with k.parallel_range(k.num_elements(*images) * (channels * H), 16) as (begin, end), k.loop(begin, end) as line:
         plane, y = line // H, line % H
         with k.loop(0, W) as x:
             total = k.var(0.0)
@@ -203,14 +156,14 @@ def lower_conv2d_dx(op: Conv2dDx, c: Lowering) -> None:
     for y, (P, rows, row_at) in enumerate(phases(row_offsets, op.stride[0], H)):
         for x, (Q, columns, column_at) in enumerate(phases(column_offsets, op.stride[1], W)):
             offsets = (row_at, column_at) if rows and columns else ((), ())
-            geometry = ConvGeometry(pixels(op.dy), K // op.groups, (P, Q), (1, 1), *offsets)
+            geometry = ConvGeometry(pixels(op.dy), K // op.groups, (P, Q), (1, 1), *offsets, groups=op.groups, rows=C)
             append_conv(
                 c, algorithm=op.algorithm, out=out, w=op.w, a=partial(transposed_filters, c, op, rows, columns), x=op.dy,
-                groups=op.groups, rows=C, geometry=geometry, target=OutputMap((H, W), (y, x), op.stride), mode=mode,
-                transposed=True, taps=tuple(r * S + s for r in rows for s in columns),
+                geometry=geometry, target=OutputMap((H, W), (y, x), op.stride), mode=mode, transposed=True,
+                taps=tuple(r * S + s for r in rows for s in columns),
             )  # fmt: skip
     if op.reflect:
-        sizes = {**images_of(op.dy), "channels": op.groups * C, "size": op.size, "padding": op.padding}
+        sizes = {"images": images_of(op.dy), "channels": op.groups * C, "size": op.size, "padding": op.padding}
         c.call(reflect_pad_backward, {"dx": op.dx, "padded": out}, {**sizes, "mode": op.modes["dx"]}, writes="dx")
 
 
@@ -218,25 +171,23 @@ def lower_conv2d_dx(op: Conv2dDx, c: Lowering) -> None:
 def lower_conv2d_dw(op: Conv2dDw, c: Lowering) -> None:
     """The filter gradient by the op's algorithm; with "auto" the first of depthwise, FFT, Winograd, bf16 and fp32 direct that
     supports it and that the cost models take."""
-    geometry = geometry_of(op, op.x, *op.size)
-    images = {"groups": op.groups, "geometry": geometry, "mode": op.modes["dw"], **images_of(op.x)}
-    rows = int(op.dy.shape[1]) // op.groups
-    operands = {"dw": op.dw, "dy": op.dy, "x": op.x}
-    if op.algorithm in ("auto", "direct") and conv_depthwise.is_supported(geometry, rows):
-        blocking = conv_depthwise.select_blocking(c.isa, geometry, gradient=True)
-        c.thread_scratch(conv_depthwise.scratch_nbytes(c.isa, geometry, blocking, geometry.taps))
-        sizes = {**images, "rows": rows, "blocking": blocking}
-        c.call(conv_depthwise.conv_depthwise_wgrad, operands, sizes, writes="dw")
+    geometry, N = geometry_of(op, int(op.dy.shape[1]), *op.size), int(op.x.shape[0])
+    sizes: dict[str, Any] = {"geometry": geometry, "mode": op.modes["dw"], "images": images_of(op.x)}
+    is_direct = op.algorithm in ("auto", "direct")
+    depthwise, one_dtype = is_direct and conv_depthwise.is_supported(geometry), op.dy.dtype == op.x.dtype
+    bf16 = select_bf16(c.isa, op.x.dtype, geometry, wgrad=True) if is_direct and one_dtype else None
+    if depthwise:
+        kernel, blocking = conv_depthwise.conv_depthwise_wgrad, conv_depthwise.select_blocking(c.isa, geometry, gradient=True)
+        nbytes = blocking.scratch_nbytes(c.isa, geometry, geometry.taps)
+    elif how := select_tiled(c.isa, "dw", op.algorithm, geometry, OutputMap(geometry.output_size), N, bf16):
+        append_tiled_wgrad(c, how, dw=op.dw, dy=op.dy, x=op.x, **sizes)
         return
-    is_direct = op.dy.dtype == op.x.dtype and op.algorithm in ("auto", "direct")
-    bf16 = conv_algorithm.select_wgrad_bf16(c.isa, op.x.dtype, geometry, rows) if is_direct else None
-    target, N = OutputMap(geometry.output_size), int(op.x.shape[0])
-    if how := select_tiled(c.isa, "dw", op.algorithm, geometry, target, rows, N, op.groups, bf16):
-        append_tiled_wgrad(c, how, **operands, **images)
-        return
-    if bf16:
-        blocking = conv_wgrad_bf16.select_blocking(c.isa, bf16.tile, bf16.use_amx, geometry, rows, N, op.groups, c.threads)
-        c.thread_scratch(conv_wgrad_bf16.ScratchLayout(c.isa, geometry, blocking).nbytes)
-        c.call(conv_wgrad_bf16.conv_wgrad_bf16, operands, {**images, "rows": rows, "blocking": blocking}, writes="dw")
-        return
-    append_wgrad(c, op.dw, op.dy, op.x, **images)
+    elif bf16:
+        kernel = conv_wgrad_bf16.conv_wgrad_bf16
+        blocking = conv_wgrad_bf16.select_blocking(c.isa, bf16.tile, bf16.use_amx, geometry, N, c.threads)
+        nbytes = conv_wgrad_bf16.ScratchLayout(c.isa, geometry, blocking).nbytes
+    else:
+        kernel, blocking = conv_wgrad.conv_wgrad, conv_wgrad.select_blocking(c.isa, geometry, N)
+        nbytes = conv_wgrad.ScratchLayout(c.isa, geometry, blocking).nbytes
+    c.thread_scratch(nbytes)
+    c.call(kernel, {"dw": op.dw, "dy": op.dy, "x": op.x}, {**sizes, "blocking": blocking}, writes="dw")

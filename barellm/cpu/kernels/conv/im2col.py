@@ -21,10 +21,15 @@ UNROLLED_LINE = 16  # vectors of a line that is copied without loops
 UNROLLED_COPY = 8  # and of a line's copy into a panel
 
 
+# How many images there are, a constant of code: `count` for each of the run-time sizes `dims`, `k.num_elements(dims, count)`.
+Images = tuple[tuple[str, ...], int]
+
+
 @dataclass(frozen=True)
 class ConvGeometry:
-    """Which pixels of x (N, channels, H, W) output pixel (i, j) of P x Q sees: those at (i, j) stride + offset, for each row offset
-    and column offset of the filter's taps. Beyond the image is zero or, with `reflect`, its mirror image."""
+    """The shape of a convolution of x (N, groups channels, H, W) to (N, groups rows, P, Q): (H, W) is `input_size`, (P, Q) is
+    `output_size`. Output pixel (i, j) sees the pixels at (i, j) stride + offset, for each row offset and column offset of the
+    filter's taps. Beyond the image is zero or, with `reflect`, its mirror image."""
 
     input_size: tuple[int, int]
     channels: int
@@ -33,6 +38,8 @@ class ConvGeometry:
     row_offsets: tuple[int, ...]
     column_offsets: tuple[int, ...]
     reflect: bool = False
+    groups: int = 1
+    rows: int = 1  # output channels of a group
 
     @property
     def taps(self) -> int:
@@ -52,7 +59,11 @@ class ConvGeometry:
         """Tiles of m x m outputs as the outputs, each of which sees n x n pixels from the filter's first on."""
         offsets = (tuple(range(min(taps), min(taps) + n)) for taps in (self.row_offsets, self.column_offsets))
         size = ceil_div(self.output_size[0], m), ceil_div(self.output_size[1], m)
-        return ConvGeometry(self.input_size, self.channels, size, (m, m), *offsets, self.reflect)
+        return ConvGeometry(self.input_size, self.channels, size, (m, m), *offsets, self.reflect, self.groups, self.rows)
+
+    def pixelwise(self) -> ConvGeometry:
+        """The outputs as images that are packed as they are: each pixel sees itself."""
+        return ConvGeometry(self.output_size, self.rows, self.output_size, (1, 1), (0,), (0,), groups=self.groups)
 
     def line_length(self, outputs: int) -> int:
         """Elements of the line of so many outputs of a row."""
@@ -63,17 +74,12 @@ class ConvGeometry:
         return -(-self.line_length(outputs) // lanes) * lanes + (self.stride[1] + 1) * lanes
 
 
-def pixelwise(size: tuple[int, int], channels: int) -> ConvGeometry:
-    """Each output sees one pixel, its own: images that are packed as they are."""
-    return ConvGeometry(size, channels, size, (1, 1), (0,), (0,))
-
-
 class OutputLines:
     """The output lines of a work item: at most `lines` lines of `columns` outputs each, of one group. Two tables in scratch have
     for each of them the offset of its image's channels in x, and the input row at which its window begins."""
 
-    def __init__(self, k: KernelBuilder, geometry: ConvGeometry, scratch: Pointer, lines: int, columns: int, groups: int) -> None:
-        self.k, self.geometry, self.columns, self.groups = k, geometry, columns, groups
+    def __init__(self, k: KernelBuilder, geometry: ConvGeometry, scratch: Pointer, lines: int, columns: int) -> None:
+        self.k, self.geometry, self.columns = k, geometry, columns
         self.plane_table, self.row_table = scratch, scratch.bytes(8 * lines)
 
     def seek(self, group: Value, first_line: Value, num_lines: Value, first_column: Any) -> None:
@@ -82,7 +88,7 @@ class OutputLines:
         self.num_lines, self.first_column = num_lines, first_column
         with k.loop(0, num_lines) as line:
             n, i = (first_line + line) // P, (first_line + line) % P
-            plane = (n * self.groups + group) * (self.geometry.channels * H * W)
+            plane = (n * self.geometry.groups + group) * (self.geometry.channels * H * W)
             for dst, value in ((self.plane_table, plane), (self.row_table, i * self.geometry.stride[0])):
                 k.line(f"store {value.typed}, ptr {dst.bytes(line * 8).ref}, align 8")
 
@@ -92,6 +98,13 @@ class OutputLines:
             self.k.op("i64", f"load i64, ptr {p.bytes(line * 8).ref}, align 8") for p in (self.plane_table, self.row_table)
         )
         return plane, row
+
+    def load(self, lines: LineBuffer, number: Any, line: Value, c: Value, r: Value) -> None:
+        """Line `number` of `lines` = what filter row r of channel c sees for output line `line`."""
+        offsets, (H, W) = self.geometry.row_offsets, self.geometry.input_size
+        step = offsets[1] - offsets[0] if len(offsets) > 1 else 0
+        plane, row = self.source(line)
+        lines.fill(number, plane + c * (H * W), row + r * step + offsets[0], self.first_column)
 
 
 class LineBuffer:
@@ -165,7 +178,7 @@ class LineBuffer:
 
 
 def load_strided(k: KernelBuilder, p: Pointer, stride: int) -> Value:
-    """A vector of each `stride`-th element from `p` on."""
+    """A vector of each `stride`-th element from `p` on. Strides of 2 and 4 load what lies between too and shuffle."""
     if stride == 1:
         return p.load()
     if stride in (2, 4):
@@ -206,10 +219,8 @@ class Im2colTiles(OutputLines):
     """The lines of some channels in scratch, and the im2col columns of a register tile gathered from them. A vector of pixels is a
     shifted line or, where its pixels lie in several output lines, several of them blended by masks."""
 
-    def __init__(
-        self, k: KernelBuilder, geometry: ConvGeometry, x: Pointer, scratch: Pointer, lines: int, columns: int, groups: int
-    ) -> None:  # fmt: skip
-        super().__init__(k, geometry, scratch, lines, columns, groups)
+    def __init__(self, k: KernelBuilder, geometry: ConvGeometry, x: Pointer, scratch: Pointer, lines: int, columns: int) -> None:
+        super().__init__(k, geometry, scratch, lines, columns)
         self.max_lines = lines
         self.pitch = geometry.line_length(columns)  # what a line's last vector writes too far, the next line overwrites
         self.lines = LineBuffer(k, geometry, x, scratch.bytes(_head_nbytes(k.isa, geometry, lines)), columns, self.pitch)
@@ -217,15 +228,11 @@ class Im2colTiles(OutputLines):
     def load_lines(self, channel: Value, last: Value) -> None:
         """Copy the lines of the channels [channel, last): (channel, filter row, line). No tile is gathered before all are
         written: store forwarding fails for a load that overlaps several stores in flight."""
-        k, geometry, (H, W) = self.k, self.geometry, self.geometry.input_size
-        if not geometry.taps:
+        k, rows = self.k, len(self.geometry.row_offsets)
+        if not self.geometry.taps:
             return
-        offsets = geometry.row_offsets
-        step = offsets[1] - offsets[0] if len(offsets) > 1 else 0
-        with k.loop(channel, last) as c, k.loop(0, len(offsets)) as r, k.loop(0, self.num_lines) as line:
-            plane, row = self.source(line)
-            number = ((c - channel) * len(offsets) + r) * self.max_lines + line
-            self.lines.fill(number, plane + c * (H * W), row + r * step + offsets[0], self.first_column)
+        with k.loop(channel, last) as c, k.loop(0, rows) as r, k.loop(0, self.num_lines) as line:
+            self.load(self.lines, ((c - channel) * rows + r) * self.max_lines + line, line, c, r)
 
     def gather(self, dst: Pointer, channels: Value, pixel: Value, pixels: Value, vectors: int) -> None:
         """dst (channels * taps, vectors * lanes) = the im2col columns of `vectors` vectors of pixels, from pixel `pixel` of the
@@ -279,10 +286,9 @@ class Im2colPanel(OutputLines):
     """The im2col matrix (depth, pixels) of at most `lines` lines of `columns` outputs each, in the scratch from `scratch` on."""
 
     def __init__(
-        self, k: KernelBuilder, geometry: ConvGeometry, x: Pointer, scratch: Pointer, lines: int, columns: int, pitch: int,
-        groups: int,
-    ) -> None:  # fmt: skip
-        super().__init__(k, geometry, scratch, lines, columns, groups)
+        self, k: KernelBuilder, geometry: ConvGeometry, x: Pointer, scratch: Pointer, lines: int, columns: int, pitch: int
+    ) -> None:
+        super().__init__(k, geometry, scratch, lines, columns)
         self.pitch = pitch
         tables = round_up(16 * lines, 64)
         self.lines = LineBuffer(k, geometry, x, scratch.bytes(tables), columns)
@@ -291,15 +297,12 @@ class Im2colPanel(OutputLines):
     def pack(self, channel: Value, last: Value, *, pixels: Value | None = None, zero_vectors: int = 1) -> None:
         """Make the im2col matrix of the channels [channel, last): load the lines of each channel and filter row, and copy each
         tap's pixels from them. `zero_vectors` vectors of zeros follow the first `pixels` of each depth (None: nothing)."""
-        k, geometry, (H, W) = self.k, self.geometry, self.geometry.input_size
+        k, geometry, S = self.k, self.geometry, len(self.geometry.column_offsets)
         if not geometry.taps:
             return
-        offsets, S = geometry.row_offsets, len(geometry.column_offsets)
-        step = offsets[1] - offsets[0] if len(offsets) > 1 else 0
-        with k.loop(channel, last) as c, k.loop(0, len(offsets)) as r:
+        with k.loop(channel, last) as c, k.loop(0, len(geometry.row_offsets)) as r:
             with k.loop(0, self.num_lines) as line:
-                plane, row = self.source(line)
-                self.lines.fill(line, plane + c * (H * W), row + r * step + offsets[0], self.first_column)
+                self.load(self.lines, line, line, c, r)
             for s in range(S):
                 depth = (c - channel) * geometry.taps + r * S + s
                 dst = self.at.at(depth * self.pitch)

@@ -8,14 +8,11 @@ from barellm.cpu.kernel import Op, Tensor, Value, dims_of, kernel
 from barellm.cpu.kernels.loops import accumulate, accumulate_scalar, foreach_column, new_accumulators, row_grain, tree_reduce
 
 
-def planes_of(images: Tensor) -> dict[str, Any]:
-    """Constants: `planes` of `pixels` for each of the run-time sizes `dims`."""
+def _constants(op: Op) -> dict[str, Any]:
+    """`planes` of `pixels` for each of the run-time sizes `dims`."""
+    images: Tensor = op.inputs.get("x") or op.dx
     pixels = prod(int(n) for n in images.shape[2:])
     return {"dims": dims_of(images), "planes": images.width // pixels, "pixels": pixels}
-
-
-def _constants(op: Op) -> dict[str, Any]:
-    return planes_of(op.inputs.get("x") or op.dx)
 
 
 @kernel("mean_pixels", constants=_constants)

@@ -2,11 +2,12 @@
 (program/winograd.py). A tile of m x m outputs sees n x n pixels, n = m + 2, and has n^2 positions (conv_tiled.py). The filter
 gradient is F(3x3, 2x2) or F(3x3, 4x4)."""
 
+from collections.abc import Sequence
+
 from barellm.cpu.kernel import KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.conv import conv_tiled
 from barellm.cpu.kernels.conv.conv_tiled import TileAlgorithm, TiledConv
-from barellm.cpu.kernels.conv.im2col import ConvGeometry, load_strided
-from barellm.cpu.kernels.conv.winograd_transform import both_ways
+from barellm.cpu.kernels.conv.im2col import ConvGeometry, Images, load_strided
 from barellm.cpu.kernels.loops import accumulate_scalar
 from barellm.cpu.lang.vector import transpose_groups
 from barellm.program.integers import ceil_div
@@ -16,6 +17,53 @@ GROUP_BYTES = 6 << 20  # of V that the work items of a group share in L3
 M_BYTES = 1 << 18  # of M that a work item has in L2
 RUN = 512  # tiles of a work item of the input transform, at most
 WGRAD_KC = 48  # blocks of tiles of a K block of wgrad: they are the order of summation
+
+
+def linear(k: KernelBuilder, matrix: Sequence[Sequence[float]], v: list[Value]) -> list[Value]:
+    """matrix @ v, of a constant matrix and a list of vectors. Two columns, or two rows, that differ in some signs only share work:
+    their sum and their difference are enough (x + y and x - y of the parts that are equal and opposite)."""
+    rows = [list(row) for row in matrix]
+    for a in range(len(v)):
+        for b in range(a + 1, len(v)):
+            if _alike([row[a] for row in rows], [row[b] for row in rows]):
+                v = list(v)
+                v[a], v[b] = v[a] + v[b], v[a] - v[b]
+                for row in rows:
+                    row[a], row[b] = (row[a], 0.0) if row[a] == row[b] else (0.0, row[a])
+    out: dict[int, Value] = {}
+    for i, row in enumerate(rows):
+        if i in out:
+            continue
+        twin = next((j for j in range(i + 1, len(rows)) if _alike(row, rows[j])), None)
+        if twin is None:
+            out[i] = _sum(k, row, v)
+            continue
+        even = _sum(k, [x if x == y else 0.0 for x, y in zip(row, rows[twin], strict=True)], v)
+        odd = _sum(k, [x if x != y else 0.0 for x, y in zip(row, rows[twin], strict=True)], v)
+        out[i], out[twin] = even + odd, even - odd
+    return [out[i] for i in range(len(rows))]
+
+
+def _alike(a: list[float], b: list[float]) -> bool:
+    """Whether two rows, or columns, differ in the signs of some elements and have others in common."""
+    pairs = list(zip(a, b, strict=True))
+    return all(x in (y, -y) for x, y in pairs) and any(x == y != 0 for x, y in pairs) and any(x == -y != 0 for x, y in pairs)
+
+
+def _sum(k: KernelBuilder, row: list[float], v: list[Value]) -> Value:
+    """The row times v: first what has the factor 1."""
+    terms = sorted(((c, x) for c, x in zip(row, v, strict=True) if c), key=lambda term: term[0] != 1.0)
+    (c, total), *rest = terms
+    total = total if c == 1.0 else total * c
+    for c, x in rest:
+        total = total + x if c == 1.0 else total - x if c == -1.0 else k.fma(x, k.to(c, k.vec), total)
+    return total
+
+
+def both_ways(k: KernelBuilder, matrix: Sequence[Sequence[float]], square: list[list[Value]]) -> list[list[Value]]:
+    """matrix square matrix^T."""
+    columns = [linear(k, matrix, list(column)) for column in zip(*square, strict=True)]
+    return [linear(k, matrix, list(row)) for row in zip(*columns, strict=True)]
 
 
 def winograd_filters(
@@ -48,26 +96,22 @@ def winograd_filters(
 
 
 def winograd_input(
-    k: KernelBuilder, v, x, first, limit, *, dims, count: int, groups: int, geometry: ConvGeometry,
-    matrix: tuple[tuple[float, ...], ...], tile_n: int,
+    k: KernelBuilder, v, x, first, limit, *, images: Images, geometry: ConvGeometry, matrix: tuple[tuple[float, ...], ...],
+    tile_n: int,
 ) -> None:  # fmt: skip
     """v (blocks, groups, positions, channels, tile_n) = matrix d matrix^T, where d are the pixels of x that a tile sees
-    (`geometry`), of the blocks of tiles [first, first + limit); zero for tiles that do not exist. There are `count` images for each
-    of the run-time sizes `dims`."""
+    (`geometry`), of the blocks of tiles [first, first + limit); zero for tiles that do not exist."""
     n, window, C = len(matrix), len(geometry.row_offsets), geometry.channels
-    sizes = {"dims": dims, "count": count, "groups": groups, "geometry": geometry, "tile_n": tile_n, "most": RUN}
-    with conv_tiled.for_each_channel(k, x, first, limit, **sizes) as r:
-        r.panel.pack(r.channel, r.channel + 1, pixels=r.rows * geometry.output_size[1], zero_vectors=tile_n // k.lanes)
-        with k.loop(0, r.num_blocks) as block:
-            dst = v.at((((r.begin + block) * groups + r.group) * (n * n) * C + r.channel) * tile_n)
-            at = r.panel.at.at(r.skip + block * tile_n)
-            for lanes in range(0, tile_n, k.lanes):
-                d = [[at.at((i * window + j) * r.panel.pitch).load(lanes) for j in range(window)] for i in range(window)]
-                for position, value in enumerate(x for row in both_ways(k, matrix, d) for x in row):
-                    dst.store(value, position * (C * tile_n) + lanes)
+    with conv_tiled.for_each_block(k, x, first, limit, images=images, geometry=geometry, tile_n=tile_n, most=RUN) as r:
+        dst = v.at((((r.begin + r.block) * geometry.groups + r.group) * (n * n) * C + r.channel) * tile_n)
+        at = r.panel.at.at(r.skip + r.block * tile_n)
+        for lanes in range(0, tile_n, k.lanes):
+            d = [[at.at((i * window + j) * r.panel.pitch).load(lanes) for j in range(window)] for i in range(window)]
+            for position, value in enumerate(x for row in both_ways(k, matrix, d) for x in row):
+                dst.store(value, position * (C * tile_n) + lanes)
 
 
-def winograd_gemm(k: KernelBuilder, y, u, v, first, limit, *, dims, count: int, conv: TiledConv, m: int, mode: str) -> None:
+def winograd_gemm(k: KernelBuilder, y, u, v, first, limit, *, images: Images, conv: TiledConv, m: int, mode: str) -> None:
     """y (N, groups rows, H, W) = A^T (u v) A of the tiles in blocks [first, first + limit), with u from `winograd_filters` and v
     from `winograd_input`: the batched GEMM with the output transform as its epilogue."""
     n, A, width = m + 2, output_matrix(m, 3), conv.group * conv.tile.nr(k.isa)
@@ -78,7 +122,7 @@ def winograd_gemm(k: KernelBuilder, y, u, v, first, limit, *, dims, count: int, 
         square = [[src.load((i * n + j) * (conv.filters * width)) for j in range(n)] for i in range(n)]
         store_tiles(k, y, squares, both_ways(k, A, square), tile, num_tiles, channel, conv, mode)
 
-    conv_tiled.batched_gemm(k, u, v, first, limit, products, output_transform, dims=dims, count=count, conv=conv, positions=n * n)
+    conv_tiled.batched_gemm(k, u, v, first, limit, products, output_transform, images=images, conv=conv, positions=n * n)
 
 
 def store_tiles(
@@ -102,7 +146,7 @@ def store_tiles(
         t = tile + lane
         image, ty, tx = t // (TH * TW), t % (TH * TW) // TW * m, t % TW * m
         src = squares.at(lane * tile_stride)
-        dst = y.at(((image * (conv.groups * conv.rows) + channel) * H + ty) * W + tx)
+        dst = y.at(((image * (conv.geometry.groups * conv.geometry.rows) + channel) * H + ty) * W + tx)
         whole = (ty + m <= H) & (tx + m <= W)
         plain = y.dtype == "fp32" and mode == "store"
         if plain:
@@ -110,14 +154,10 @@ def store_tiles(
                 for i in range(m):
                     four = k.op(f"<{m} x float>", f"load <{m} x float>, ptr {src.at(i * 4).ref}, align 4")
                     k.line(f"store {four.typed}, ptr {dst.at(i * W).ref}, align 4")
-        with k.otherwise(whole) if plain else k.when(k.const(1, "i1")):
-            _store_clipped(k, src, dst, k.min(H - ty, m), k.min(W - tx, m), W, mode)
-
-
-def _store_clipped(k: KernelBuilder, src: Pointer, dst: Pointer, rows: Value, columns: Value, W: int, mode: str) -> None:
-    """The pixels of a tile that are in the image, one by one."""
-    with k.loop(0, rows) as i, k.loop(0, columns) as j:
-        accumulate_scalar(k, dst, i * W + j, src.get(i * 4 + j), mode)
+        with k.otherwise(whole) if plain else k.when(k.const(1, "i1")):  # the pixels that are in the image, one by one
+            rows, columns = k.min(H - ty, m), k.min(W - tx, m)
+            with k.loop(0, rows) as i, k.loop(0, columns) as j:
+                accumulate_scalar(k, dst, i * W + j, src.get(i * 4 + j), mode)
 
 
 def winograd_wgrad_output(k: KernelBuilder, dw, products, *, size: int, m: int, flip: bool, mode: str) -> None:

@@ -97,35 +97,48 @@ def multiply(
     row = 4 * NR  # bytes from a row of out, or of pairs of the panel, to the next
     load_accumulators(k, out, begun, row=row)
     at = panel
-    for left, steps in parts:
-        with k.loop(0, steps) as s:
-            here = replace(left, pointer=left.pointer.bytes(s * left.step))
-            _multiply_step(k, here, at.bytes(s * (SIDE * row)), row)
-            if overlap is not None and left is parts[0][0]:
-                overlap(s)
+    for i, (left, steps) in enumerate(parts):
+        accumulate_steps(k, left, at, k.int(steps), overlap=None if i else overlap)
         at = at.bytes(k.int(steps) * (SIDE * row))
     store_accumulators(k, out, row=row)
 
 
-def load_accumulators(k: KernelBuilder, out: Pointer, begun: Value | None, *, row: int) -> None:
-    """Zero the accumulators, or where `begun` load them from out (MR, NR) with row pitch `row` bytes."""
-    if begun is None:
-        _clear_tiles(k)
-        return
-    with k.when(begun):
+def load_accumulators(k: KernelBuilder, out: Pointer, begun: Value | bool | None, *, row: int) -> None:
+    """Zero the accumulators, or where `begun` (i1, or known here) load them from out (MR, NR) with row pitch `row` bytes."""
+
+    def load() -> None:
         for i, j in CORNERS:
             intrinsic(k, "tileloadd64", 2 * i + j, *_corner(out, i, j, row))
-    with k.otherwise(begun):
-        _clear_tiles(k)
+
+    _load_or_clear(k, begun, load)
 
 
-def accumulate_steps(k: KernelBuilder, left: TileA, panel: Pointer, steps: Any) -> None:
-    """The accumulators += A @ panel (VNNI, NR columns) over `steps` of TILE_K; unrolled where that is a Python integer."""
+def _load_or_clear(k: KernelBuilder, begun: Value | bool | None, load: Callable[[], None]) -> None:
+    """Set the accumulators (tile registers 0 to 3): `load()` emits the loads where `begun` (i1, or known here; None: never), else
+    they are zeroed."""
+    if isinstance(begun, Value):
+        with k.when(begun):
+            load()
+    if begun is True:
+        load()
+        return
+    with k.otherwise(begun) if isinstance(begun, Value) else nullcontext():
+        for tile in range(4):
+            intrinsic(k, "tilezero", tile)
+
+
+def accumulate_steps(
+    k: KernelBuilder, left: TileA, panel: Pointer, steps: Any, *, row: int = 4 * NR, overlap: Callable[[Value], None] | None = None
+) -> None:
+    """The accumulators += A @ panel (VNNI, rows `row` bytes apart) over `steps` of TILE_K; unrolled where that is a Python integer.
+    `overlap(step)` is called in each step."""
     unrolled = isinstance(steps, int)
     with nullcontext(0) if unrolled else k.loop(0, steps) as s:
         for u in range(steps) if unrolled else [s]:
             here = replace(left, pointer=left.pointer.bytes(u * left.step))
-            _multiply_step(k, here, panel.bytes(u * (4 * SIDE * NR)), 4 * NR)
+            _multiply_step(k, here, panel.bytes(u * (SIDE * row)), row)
+            if overlap is not None:
+                overlap(u)
 
 
 def store_accumulators(k: KernelBuilder, out: Pointer, *, row: int) -> None:
@@ -147,13 +160,7 @@ def multiply_column(
         for i in range(count):
             intrinsic(k, name, i, ("ptr", out.bytes(i * TILE_BYTES).ref), row)
 
-    if begun is None:
-        _clear_tiles(k)
-    else:
-        with k.when(begun):
-            transfer_accumulators("tileloadd64")
-        with k.otherwise(begun):
-            _clear_tiles(k)
+    _load_or_clear(k, begun, lambda: transfer_accumulators("tileloadd64"))
     with k.loop(0, steps) as s:
         at = left(s)
         intrinsic(k, "tileloadd64", 7, ("ptr", right.bytes(s * TILE_BYTES).ref), row)
@@ -161,11 +168,6 @@ def multiply_column(
             intrinsic(k, "tileloadd64", 4 + i % 3, ("ptr", at.bytes(i * TILE_BYTES).ref), row)
             intrinsic(k, "tdpbf16ps", i, 4 + i % 3, 7)
     transfer_accumulators("tilestored64")
-
-
-def _clear_tiles(k: KernelBuilder) -> None:
-    for tile in range(4):
-        intrinsic(k, "tilezero", tile)
 
 
 def _corner(out: Pointer, i: int, j: int, row: int) -> tuple[tuple[str, str], tuple[str, str]]:
@@ -183,18 +185,10 @@ def gemm_accumulate(
     for i0 in range(0, rows, MR):
         for j0 in range(0, cols, NR):
             block = out.bytes(i0 * row + 4 * j0)
-            for i, j in CORNERS:
-                if begins:
-                    intrinsic(k, "tilezero", 2 * i + j)
-                else:
-                    intrinsic(k, "tileloadd64", 2 * i + j, *_corner(block, i, j, row))
-            a0, b0 = left.pointer.bytes(i0 // SIDE * left.below), right.bytes(4 * j0)
-            unrolled = isinstance(steps, int)
-            with nullcontext(0) if unrolled else k.loop(0, steps) as s:
-                for u in range(steps) if unrolled else [s]:
-                    _multiply_step(k, replace(left, pointer=a0.bytes(u * left.step)), b0.bytes(u * (SIDE * row)), row)
-            for i, j in CORNERS:
-                intrinsic(k, "tilestored64", 2 * i + j, *_corner(block, i, j, row))
+            load_accumulators(k, block, not begins, row=row)
+            left_rows = replace(left, pointer=left.pointer.bytes(i0 // SIDE * left.below))
+            accumulate_steps(k, left_rows, right.bytes(4 * j0), steps, row=row)
+            store_accumulators(k, block, row=row)
 
 
 def _multiply_step(k: KernelBuilder, left: TileA, b: Pointer, row: int) -> None:

@@ -63,14 +63,10 @@ class Tiling:
         return f"<{self.lanes} x {'i32' if self.name == 'words' else 'i8'}>"
 
 
-def tiling_of(k: KernelBuilder) -> Tiling:
-    return Tiling.of(k.isa)
-
-
 def pack_panels(k: KernelBuilder, panels, b, *, N, W) -> None:
     """Panel p, word w, step s: the bits s of word w of each column of the panel, contiguous. Columns beyond the last repeat
     it."""
-    tiling = tiling_of(k)
+    tiling = Tiling.of(k.isa)
     lanes, bits = k.lanes, 32 // tiling.steps
     with k.parallel_for(ceil_div(N, tiling.columns)) as panel:
         dst = panels.bytes(panel * (W * tiling.word_bytes))
@@ -97,7 +93,7 @@ class Tile:
     def __init__(self, k: KernelBuilder, a: Pointer, first: Value, last: Value, *, W: int, short: bool) -> None:
         """`last` is the last row of all: rows behind it count as it does, and are not stored. `W`: words of a row; `short`: sums
         fit into 16 bits."""
-        self.k, self.tiling, self.W = k, tiling_of(k), W
+        self.k, self.tiling, self.W = k, Tiling.of(k.isa), W
         self.rows = [a.at(k.min(first + r, last) * W) for r in range(self.tiling.rows)]
         self.tables, self.sums = k.thread_scratch(), k.thread_scratch().bytes(TABLES)
         self.item = ("i16", 2) if short else ("i32", 4)
@@ -197,7 +193,7 @@ class Tile:
 def count_signs(k: KernelBuilder, y, a, panels, *, N, W, columns, dims, inner, mode) -> None:
     """y (rows, N) = columns - 2 popcount(a (rows, W) xor b), b packed as `panels`: the GEMM of `columns` signs a row. A work item
     is ROWS rows of one panel."""
-    tiling = tiling_of(k)
+    tiling = Tiling.of(k.isa)
     if tiling.name == "nibbles":  # table of nibble n: popcount(n xor i) for each i
         for nibble in range(16):
             table = ", ".join(f"i8 {(nibble ^ i).bit_count()}" for i in range(16))

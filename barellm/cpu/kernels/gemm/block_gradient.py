@@ -8,9 +8,11 @@ element goes through the tokens, from chunk to chunk through dweight."""
 from itertools import pairwise
 from typing import Any
 
+from barellm.cpu.gemm_config import Tile
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Tensor, Value, lowering
 from barellm.cpu.kernels.gemm import amx
-from barellm.cpu.kernels.gemm.block_tile import Tiling, broadcast, isa_of, multiply_accumulate, new_tile
+from barellm.cpu.kernels.gemm.block_tile import Tiling, broadcast, isa_of, multiply_accumulate
+from barellm.cpu.kernels.gemm.microkernel import accumulators
 from barellm.cpu.kernels.gemm.packing import pack_b
 from barellm.cpu.kernels.loops import shape_of
 from barellm.program.integers import ceil_div
@@ -34,13 +36,13 @@ def pack_strips(k: KernelBuilder, packed, x, row_begin, *, dims, inner, width, b
     k.use(isa_of(k.isa, block))
     tiling = Tiling.of(k.isa, x.dtype, block)
     tokens = k.min(k.num_elements(dims, inner) - row_begin, CHUNK)
-    per = amx.TILE_K if tiling.tiles else PACKED
-    with k.when(tokens > 0), k.parallel_for(k.ceil_div(tokens, per)) as number:
-        t = number * per
-        some = k.min(tokens - t, per)
+    item_tokens = amx.TILE_K if tiling.tiles else PACKED
+    with k.when(tokens > 0), k.parallel_for(k.ceil_div(tokens, item_tokens)) as number:
+        t = number * item_tokens
+        some = k.min(tokens - t, item_tokens)
         if tiling.tiles:
             with k.loop(0, width // amx.NR) as strip:
-                dst, source, col = (packed.at(strip * strip_units(tiling) + t // 2 * tiling.nr), x.at(t * width), strip * amx.NR)
+                dst, source, col = packed.at(strip * strip_units(tiling) + t // 2 * tiling.nr), x.at(t * width), strip * amx.NR
                 if left:
                     amx.pack_a(k, dst, source, col, some, stride=width, width=amx.NR, cols=None)
                 else:
@@ -49,14 +51,14 @@ def pack_strips(k: KernelBuilder, packed, x, row_begin, *, dims, inner, width, b
             return
         with k.loop(0, some, tiling.pair) as r, k.loop(0, width // block * tiling.strips) as strip:
             dst = packed.at(strip * strip_units(tiling) + (t + r) // tiling.pair * tiling.nr)
-            pack_b(
-                k, dst, x.at((t + r) * width), strip * tiling.nr, k.min(some - r, tiling.pair), stride=width, width=tiling.nr,
-                cols=None,
-            ).run()  # fmt: skip
+            source, col, depth = x.at((t + r) * width), strip * tiling.nr, k.min(some - r, tiling.pair)
+            pack_b(k, dst, source, col, depth, stride=width, width=tiling.nr, cols=None).run()
 
 
 def block_sparse_wgrad(k: KernelBuilder, dweight, x, dy, places, count, row_begin, *, dtype, dims, inner, block, mode) -> None:
-    """dweight += x^T dy over up to CHUNK tokens from `row_begin` on, both in strips."""
+    """dweight (blocks, block, block) fp32 += x^T dy over up to CHUNK tokens from `row_begin` on, both packed in strips (of
+    `dtype`). `places`: the block rows of the `count` stored blocks, then their block columns. A work item is a strip of a block's
+    rows."""
     k.use(isa_of(k.isa, block))
     tiling, keep = Tiling.of(k.isa, dtype, block), k.keep(mode)
     # Rows of this chunk: below 0 in a planned chunk that this run does not reach.
@@ -85,19 +87,9 @@ def block_sparse_wgrad(k: KernelBuilder, dweight, x, dy, places, count, row_begi
             again = _again(k, u + row_begin, keep)
             dst = dweight.at(number * (block * block) + i * (tiling.nr * block) + j * tiling.nr)
             for top, bottom in pairwise(edges):
-                acc = new_tile(k, bottom - top, tiling.vectors)
-                places_of = [
-                    (x, r * block + v * k.lanes)
-                    for r, line in zip(range(top, bottom), acc, strict=True)
-                    for v, x in enumerate(line)
-                ]
-                with k.when(again):
-                    for var, at in places_of:
-                        var.value = dst.load(at)
-                lines = [left.at(u * tiling.nr + r) for r in range(top, bottom)]
-                multiply_accumulate(k, acc, broadcast(k, lines, tiling.nr, tiling.pair), right, some, tiling.pair)
-                for var, at in places_of:
-                    dst.store(var.value, at)
+                with accumulators(k, Tile(bottom - top, tiling.vectors), dst.at(top * block), block, again) as acc:
+                    lines = [left.at(u * tiling.nr + r) for r in range(top, bottom)]
+                    multiply_accumulate(k, acc, broadcast(k, lines, tiling.nr, tiling.pair), right, some, tiling.pair)
 
 
 def _again(k: KernelBuilder, tokens: Value, keep: Value | None) -> Value:

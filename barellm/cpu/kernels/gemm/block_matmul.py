@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from barellm.cpu.gemm_config import Tile
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Tensor, Value, lowering
 from barellm.cpu.kernels.gemm import amx, block_tile, microkernel
 from barellm.cpu.kernels.gemm.packing import pack_b, pack_b_transposed
@@ -101,7 +102,7 @@ def block_sparse_gemm(
             dst = out.at((row + t) * K + target * block + i * tiling.nr)
             for r in range(rows):
                 microkernel.prefetch_row(k, dst.at(r * K), tiling.nr, write=True)
-            acc = [] if tiling.tiles else block_tile.new_tile(k, rows, tiling.vectors)
+            acc = [] if tiling.tiles else microkernel.zero_tile(k, Tile(rows, tiling.vectors))
             if tiling.tiles:
                 amx.load_accumulators(k, sums, None, row=SUMS_ROW)
             with k.loop(first, last) as entry:
@@ -133,7 +134,8 @@ def block_sparse_gemm(
 
 
 def add_partials(k: KernelBuilder, out, partials, table, segments, cuts, *, dims, inner, shape: BlockShape, mode) -> None:
-    """Split segments: their partial sums, added in order."""
+    """Store to the block columns of `out` whose segment is split the sums of their `partials`, added in order. In the table, `cuts`
+    entries (block column, first slot, last slot + 1) follow the `segments`."""
     K, block, slots = shape.K, shape.block, shape.slots
     tokens = k.num_elements(dims, inner)
     with k.parallel_for(tokens) as row, k.loop(0, cuts) as i:

@@ -56,12 +56,8 @@ class Tiling:
         return (depth + 1) >> 1 if self.pair == 2 else depth
 
 
-def new_tile(k: KernelBuilder, rows: int, vectors: int) -> list[list[Var]]:
-    return [[k.var_vec(0.0) for _ in range(vectors)] for _ in range(rows)]
-
-
 def multiply_accumulate(k: KernelBuilder, acc: list[list[Var]], left: BroadcastA, panel: Pointer, steps: Any, pair: int) -> None:
-    """acc += left x panel over `steps`, in order."""
+    """acc (rows, columns) += A @ panel over `steps` of the depth, an accumulation chain for each element; `pair` numbers a step."""
     if isinstance(steps, int) and steps <= 2 * UNROLL:
         for u in range(steps):
             rank1_update(k, acc, left, panel, k.int(u), pair == 2)

@@ -20,13 +20,14 @@ class Epilogue:
     with an activation's slope at `other`."""
 
     def __init__(
-        self, k: KernelBuilder, col: Value, tile: Tile, out: Pointer, second: Pointer | None, bias: Pointer | None,
-        other: Pointer | None, *, cols: int, strides: Mapping[str, int], epilogues: tuple[str, ...], mode: str,
+        self, k: KernelBuilder, tile: Tile, out: Pointer, second: Pointer | None, bias: Pointer | None, other: Pointer | None,
+        col: Value, *, cols: int, strides: Mapping[str, int], epilogues: tuple[str, ...], mode: str,
         bias_in_registers: bool, scale: Value | None = None, factor: float = 1.0, nontemporal: Value | None = None,
     ) -> None:  # fmt: skip
-        """out, second, other: (rows, cols), None where no epilogue needs it; bias (cols). `strides`: row strides in elements, where
-        not `cols`. `bias_in_registers`: bias and masks are loaded once. `nontemporal` (i1; None: never): rows are stored
-        non-temporally, only by `store_row`, whose rows must be whole cache lines."""
+        """`col` is the last positional parameter, so that a `partial` object makes the epilogue of any panel. out, second, other:
+        (rows, cols), None where no epilogue needs it; bias (cols). `strides`: row strides in elements, where not `cols`.
+        `bias_in_registers`: bias and masks are loaded once. `nontemporal` (i1; None: never): rows are stored non-temporally, only
+        by `store_row`, whose rows must be whole cache lines."""
         self.k, self.col, self.cols, self.epilogues, self.mode = k, col, cols, epilogues, mode
         self.out, self.second, self.bias, self.other, self.scale, self.factor = out, second, bias, other, scale, factor
         self.nr, self.nontemporal = tile.nr(k.isa), nontemporal

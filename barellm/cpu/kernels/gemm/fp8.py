@@ -5,7 +5,7 @@ Shapes: x (..., K), weight (K, N), y (..., N), scales (1,)."""
 
 from typing import Any
 
-from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Tensor, Value, kernel, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Tensor, Value, kernel, lowering
 from barellm.cpu.kernels.gemm import amx, gemm, linear, packing, weight_gradient
 from barellm.cpu.kernels.loops import elementwise_map, flat, shape_of
 from barellm.cpu.kernels.loss.cross_entropy import ALL_ROWS
@@ -45,16 +45,13 @@ def scaled_weight_gradient(k: KernelBuilder, dweight, dy, x, scale, other, **how
     weight_gradient.weight_gradient(k, dweight, dy, x, k.int(0), k.int(ALL_ROWS), scale=by, **how)
 
 
-def emulation_dtype(isa: ISA) -> str:
-    """The dtype of the emulated GEMM's operands: bf16 where the ISA multiplies it."""
-    return "bf16" if packing.uses_vnni(isa, "bf16") or amx.uses_tiles(isa, "bf16") else "fp32"
-
-
 def append_decode(c: Lowering, name: str, codes: Tensor) -> Tensor:
-    """Append the conversion of an FP8 operand to `emulation_dtype`, in a workspace, which is returned; other dtypes as they are."""
+    """Append the conversion of an FP8 operand to the dtype of the emulated GEMM, bf16 where the ISA multiplies it, in a workspace,
+    which is returned; other dtypes as they are."""
     if codes.dtype not in LARGEST:
         return codes
-    t = Tensor(f"{c.op.name}.{name}", codes.shape, emulation_dtype(c.isa), "scratch")
+    dtype = "bf16" if packing.uses_vnni(c.isa, "bf16") or amx.uses_tiles(c.isa, "bf16") else "fp32"
+    t = Tensor(f"{c.op.name}.{name}", codes.shape, dtype, "scratch")
     c.scratch_tensors.append(t)
     c.call(cast, {"y": t, "x": codes}, {"columns": None, "mode_y": "store", **shape_of(t), **flat(t)}, writes="y")
     return t

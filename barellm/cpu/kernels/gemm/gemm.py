@@ -7,7 +7,7 @@ thread prefetches the lines of C that the epilogue will touch and packs a piece 
 is deferred: that of the tile before runs between them too, for its loads and table look-ups use other ports. GELU itself is slower
 so: its division stalls the multiplier wherever it stands."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -233,47 +233,42 @@ def gemm(
     rows = k.min(planned - row_begin, row_limit)
     if least:
         rows = k.select(planned < least, 0, rows)
-
-    def run(kind: type[gemm_mainloop.GemmMainloop], *operands: Any, **sizes: Any) -> None:
-        kind(k, a, weight, rows, *operands, transposed=transposed, **sizes).run()
-
     multiply(
-        k, (VectorGemm, AmxGemm), run, out, second, a, bias, other, cols=cols, depth=depth, epilogues=epilogues,
-        mode=mode, config=config, strides=dict(strides), scale=scale, factor=factor, rows=rows,
+        k, out, second, a, weight, rows, bias, other, cols=cols, depth=depth, transposed=transposed, epilogues=epilogues, mode=mode,
+        config=config, strides=dict(strides), scale=scale, factor=factor,
     )  # fmt: skip
 
 
 def multiply(
-    k: KernelBuilder, kinds: tuple[type[VectorGemm], type[AmxGemm]], run: Callable[..., None], out, second, a, bias, other,
-    *, cols: int, depth: int, epilogues: tuple[str, ...], mode: str, config: GemmConfig, strides: Mapping[str, int],
-    scale: Value | None = None, factor: float = 1.0, rows: Value | None = None,
+    k: KernelBuilder, out, second, a, weight: Any, rows: Value, bias, other, *, cols: int, depth: int, transposed: bool,
+    epilogues: tuple[str, ...], mode: str, config: GemmConfig, strides: Mapping[str, int], scale: Value | None = None,
+    factor: float = 1.0, streams: bool = True,
 ) -> None:  # fmt: skip
-    """Select the main loop and its epilogue: calls `run(kind, make_epilogue, **sizes)` with one of `kinds` (on vector registers, on
-    AMX tiles), what this ISA has for the dtype of a. `rows`: how many rows results have, given where they begin on a cache line, so
-    that large results may be stored non-temporally. Other parameters as in `gemm`."""
+    """Run the main loop for `rows` rows, on AMX tiles or vector registers, what this ISA has for the dtype of a. `weight`: as
+    `GemmMainloop` has it. `streams`: results of AMX tiles that exceed the caches are stored non-temporally. Other parameters as in
+    `gemm`."""
     kc = kc_of(k.isa, a.dtype, depth, config)
     long = [name for name in epilogues if (emitter := emitter_of(name)) and emitter.long]
     through_memory = bool(long)
     use_amx = amx.uses_tiles(k.isa, a.dtype)
     nontemporal = None
-    if use_amx and rows is not None and mode == "store" and cols % config.tile.nr(k.isa) == 0:
+    if use_amx and streams and mode == "store" and cols % config.tile.nr(k.isa) == 0:
         results = {"out": out, "second": second}
         if not results.keys() & strides.keys():
             nontemporal = rows * (cols * sum(p.itemsize for p in results.values() if p is not None)) > NONTEMPORAL_BYTES
 
-    def make_epilogue(col: Value) -> epilogue.Epilogue:
-        return epilogue.Epilogue(
-            k, col, config.tile, out, second, bias, other, cols=cols, epilogues=epilogues, mode=mode, scale=scale, strides=strides,
-            bias_in_registers=not use_amx and not through_memory and kc == depth, factor=factor, nontemporal=nontemporal,
-        )  # fmt: skip
-
-    sizes: dict[str, Any] = {"cols": cols, "depth": depth, "kc": kc, "config": config}
+    make_epilogue = partial(
+        epilogue.Epilogue, k, config.tile, out, second, bias, other, cols=cols, epilogues=epilogues, mode=mode, scale=scale,
+        bias_in_registers=not use_amx and not through_memory and kc == depth, strides=strides, factor=factor,
+        nontemporal=nontemporal,
+    )  # fmt: skip
+    sizes: dict[str, Any] = {"cols": cols, "depth": depth, "transposed": transposed, "kc": kc, "config": config}
     sizes["stride"] = strides.get("a", depth)
     if use_amx:
-        run(kinds[1], make_epilogue, **sizes)
+        AmxGemm(k, a, weight, rows, make_epilogue, **sizes).run()
     else:
         slope = any(name in SLOPES for name in long)
-        run(kinds[0], make_epilogue, through_memory=through_memory, slope=slope, **sizes)
+        VectorGemm(k, a, weight, rows, make_epilogue, through_memory=through_memory, slope=slope, **sizes).run()
 
 
 def kc_of(isa: ISA, dtype: str, depth: int, config: GemmConfig) -> int:

@@ -29,10 +29,12 @@ class GemmMainloop(ABC):
     number of KC blocks that one panel passes before the next panel does; there are `k_groups`."""
 
     def __init__(
-        self, k: KernelBuilder, a: Pointer, weight: Pointer, rows: Value, make_epilogue: Callable[[Value], epilogue.Epilogue],
+        self, k: KernelBuilder, a: Pointer, weight: Any, rows: Value, make_epilogue: Callable[[Value], epilogue.Epilogue],
         *, cols: int, depth: int, stride: int, kc: int, transposed: bool, config: GemmConfig,
     ) -> None:  # fmt: skip
-        """`stride`: lda, elements from a row of a to the next; `kc`: depth of a block; `transposed`: weight is (cols, depth)."""
+        """`weight`: (depth, cols), or (cols, depth) where `transposed`; a pointer to a row-major matrix, or an object whose
+        `pack(mainloop, into, panel_id)` is the task that packs a KC block of a panel of it, as `_pack` here does. `stride`: lda,
+        elements from a row of a to the next; `kc`: depth of a block."""
         self.k, self.a, self.weight, self.make_epilogue = k, a, weight, make_epilogue
         self.cols, self.depth, self.stride, self.kc = cols, depth, stride, kc
         self.transposed, self.config = transposed, config
@@ -105,6 +107,11 @@ class GemmMainloop(ABC):
             exists, next_id = exists | more_blocks, k.select(more_blocks, self.panel_id + 1, next_id)
         self.b_panels.pack_next(next_id, exists, calls)
 
+    def block_of_panel(self, panel_id: Value) -> tuple[Value, Value, Any]:
+        """(first column, number, depth) of KC block panel_id % k_blocks of panel panel_id // k_blocks."""
+        col, k_block = panel_id // self.k_blocks * self.nr, panel_id % self.k_blocks
+        return col, k_block, self._kc_of((k_block + 1).equals(self.k_blocks) if self.k_blocks > 1 else None)
+
     def _block_of(self, item: Value) -> tuple[Value, Value]:
         """(block of MC rows, group of panels) of a work item."""
         return microkernel.block_of_item(item, self.config, self.m_blocks, self.n_groups)
@@ -115,10 +122,11 @@ class GemmMainloop(ABC):
         return self.depth if is_last_k is None else self.k.select(is_last_k, self.k.int(last_kc), self.kc)
 
     def _pack(self, into: Pointer, panel_id: Value) -> packing.PackTask:
-        """The task that packs KC block panel_id % k_blocks of panel panel_id // k_blocks from the weight."""
-        k, k_blocks, kc = self.k, self.k_blocks, self.kc
-        col, k_block = panel_id // k_blocks * self.nr, panel_id % k_blocks
-        depth = self._kc_of((k_block + 1).equals(k_blocks) if k_blocks > 1 else None)
+        """The task that packs a KC block of a panel of the weight (`block_of_panel`)."""
+        if not isinstance(self.weight, Pointer):
+            return self.weight.pack(self, into, panel_id)
+        k, kc = self.k, self.kc
+        col, k_block, depth = self.block_of_panel(panel_id)
         if self.transposed:
             even = kc % 8 == 0 and self.depth % 8 == 0  # 8: elements of a chunk of VNNI pairs
             sizes = {"cols": self.cols, "stride": self.depth, "depth": depth, "even": even, "nr": self.nr}

@@ -5,7 +5,7 @@ from typing import Any
 from barellm.cpu.gemm_config import SKINNY_KIND
 from barellm.cpu.kernel import Lowering, Op, Tensor, lowering
 from barellm.cpu.kernels.gemm import gemm, weight_gradient
-from barellm.cpu.kernels.gemm.skinny_gemm import FEW, skinny_gemm, skinny_gemm_scratch_bytes
+from barellm.cpu.kernels.gemm.skinny_gemm import FEW, ScratchLayout, skinny_gemm
 from barellm.cpu.kernels.loops import shape_of
 from barellm.cpu.kernels.loss.cross_entropy import ALL_ROWS
 from barellm.cpu.tuning import select_config, select_skinny_config
@@ -57,7 +57,7 @@ def append_gemm(
     }  # fmt: skip
     max_rows = tokens_of(like, rows)
     if c.skinny_gemm and transposed and rows == (0, ALL_ROWS):
-        c.thread_scratch(skinny_gemm_scratch_bytes(c.isa, depth))
+        c.thread_scratch(ScratchLayout(c.isa, depth).nbytes)
         skinny_config = select_skinny_config(c, skinny_kind(epilogues), a_dtype, cols, depth)
         c.call(skinny_gemm, operands, constants | {"config": skinny_config}, writes="out second")
         if max_rows <= FEW:

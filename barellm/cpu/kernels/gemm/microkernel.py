@@ -4,8 +4,8 @@ In registers: MR x (NR / lanes) accumulators, a row of the packed B panel (packi
 VNNI a step is a pair of bf16. Each element of C is one accumulation chain over the depth, so its bits do not depend on the
 blocking (gemm_config.py)."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from barellm.cpu.gemm_config import GemmConfig, Tile
@@ -26,8 +26,7 @@ def microkernel(
     nr-wide rows); where true, accumulators are loaded, not zeroed, for a later KC block. Software pipelining: `prefetch(r)` is
     called mr times at even distances on the way (all at once would fill the line-fill buffers that the loop's own loads need),
     `overlap()` `overlap_calls` times, to pack."""
-    lanes = k.lanes
-    acc: list[list[Var]] = [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
+    lanes, acc = k.lanes, zero_tile(k, tile)
     if c_init is not None:
         with k.when(c_init[0]):
             for i, x in enumerate(x for row in acc for x in row):
@@ -56,6 +55,26 @@ def microkernel(
         with k.when(is_last_k) if is_last_k is not None else nullcontext():
             step(k.int(k_units), tail)
     return [[x.value for x in row] for row in acc]
+
+
+def zero_tile(k: KernelBuilder, tile: Tile) -> list[list[Var]]:
+    """Accumulators of a tile, zero: mr rows of vectors."""
+    return [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
+
+
+@contextmanager
+def accumulators(k: KernelBuilder, tile: Tile, dst: Pointer, pitch: int, add_previous: Value | None) -> Iterator[list[list[Var]]]:
+    """The accumulators of a tile: loaded from dst (mr, nr), row stride `pitch` elements, where `add_previous` (i1; None: never),
+    else zero; stored there in the end."""
+    acc = zero_tile(k, tile)
+    places = [(x, dst.at(r * pitch + v * k.lanes)) for r, row in enumerate(acc) for v, x in enumerate(row)]
+    if add_previous is not None:
+        with k.when(add_previous):
+            for x, p in places:
+                x.value = p.load()
+    yield acc
+    for x, p in places:
+        p.store(x.value)
 
 
 def rank1_update(k: KernelBuilder, acc: list[list[Var]], load_a: BroadcastA, panel: Pointer, u: Value, vnni: bool) -> None:

@@ -7,12 +7,14 @@ and its B panels are dequantized while packing.
 Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16), out (rows, cols)."""
 
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from barellm.cpu.gemm_config import GemmConfig, Tile
 from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Value, lowering
-from barellm.cpu.kernels.gemm import epilogue, gemm, linear, packing, quantized_digits, quantized_few
+from barellm.cpu.kernels.gemm import epilogue, gemm, gemm_mainloop, linear, packing, quantized_digits, quantized_few
 from barellm.cpu.kernels.gemm.codes import Codes, Scales
 from barellm.cpu.kernels.loops import shape_of
 from barellm.cpu.kernels.loss.cross_entropy import ALL_ROWS
@@ -28,39 +30,33 @@ def quantized_skinny_gemm(
     """out (rows, cols) = x (rows, depth) @ weight and then the `epilogues`, for FEW rows at most; nothing if a run has more.
     `weights`: the name of the quantization scheme; other parameters as in gemm.py's `gemm`."""
     rows, row_strides = k.num_elements(dims, inner), dict(strides)
-
-    def make_epilogue(col: Value) -> epilogue.Epilogue:
-        return epilogue.Epilogue(
-            k, col, Tile(1, TILE // k.lanes), out, second, bias, other, cols=cols, epilogues=epilogues, mode=mode,
-            bias_in_registers=False, strides=row_strides,
-        )  # fmt: skip
-
+    make_epilogue = partial(
+        epilogue.Epilogue, k, Tile(1, TILE // k.lanes), out, second, bias, other, cols=cols, epilogues=epilogues, mode=mode,
+        bias_in_registers=False, strides=row_strides,
+    )  # fmt: skip
+    integer = quantized_digits.uses_integer_dot(k.isa, weights)
+    kernel = quantized_digits.IntegerSkinnyGemm if integer else quantized_few.QuantizedSkinnyGemm
     with k.when(rows <= quantized_few.FEW):
         sizes = {"cols": cols, "depth": depth, "weights": weights, "stride": row_strides.get("a", depth)}
-        kernel = (
-            quantized_digits.IntegerSkinnyGemm
-            if quantized_digits.uses_integer_dot(k.isa, weights)
-            else quantized_few.QuantizedSkinnyGemm
-        )
         kernel(k, x, codes, scales, rows, **sizes).run(make_epilogue)
 
 
-class DequantizingPack:
-    """A GEMM main loop that dequantizes the weight while it packs B panels."""
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """The weight of a GEMM main loop, which is dequantized while B panels are packed."""
 
-    quantized: tuple[Codes, Scales]
+    codes: Codes
+    scales: Scales
 
-    def _pack(self: Any, into: Pointer, panel_id: Value) -> packing.PackTask:
-        """The task that dequantizes KC block panel_id % k_blocks of panel panel_id // k_blocks into a packed B panel (KC, NR). A
-        chunk is BLOCK elements of the depth of a vector of columns."""
-        if not self.transposed:
-            return self._pack_rows(into, panel_id)
-        k, nr, pair = self.k, self.nr, packing.uses_vnni(self.k.isa, self.a.dtype)
-        codes, scales = self.quantized
-        last_tile, vectors = ceil_div(self.cols, TILE) - 1, nr // k.lanes
-        col, k_block = panel_id // self.k_blocks * nr, panel_id % self.k_blocks
-        depth = self._kc_of((k_block + 1).equals(self.k_blocks) if self.k_blocks > 1 else None)
-        first, out = k_block * (self.kc // BLOCK), into.as_dtype("i32")
+    def pack(self, loop: gemm_mainloop.GemmMainloop, into: Pointer, panel_id: Value) -> packing.PackTask:
+        """The task that dequantizes a KC block of a panel into a packed B panel (KC, NR). A chunk is BLOCK elements of the depth of
+        a vector of columns."""
+        if not loop.transposed:
+            return self._pack_rows(loop, into, panel_id)
+        k, nr, pair, codes = loop.k, loop.nr, packing.uses_vnni(loop.k.isa, loop.a.dtype), self.codes
+        last_tile, vectors = ceil_div(loop.cols, TILE) - 1, nr // k.lanes
+        col, k_block, depth = loop.block_of_panel(panel_id)
+        first, out = k_block * (loop.kc // BLOCK), into.as_dtype("i32")
         blocks = k.int(depth) // BLOCK
 
         def dequantize(block: Value, v: Value, elements: int) -> None:
@@ -68,38 +64,44 @@ class DequantizingPack:
             column = col + v * k.lanes
             tile, within = k.min(column // TILE, last_tile), column % TILE
             at = first + block
-            group = at * BLOCK // (codes.how.group or codes.blocks * BLOCK)
-            scale = scales.load(tile, group, within) * scales.powers(tile, within)
+            scale = self._scale(tile, at * BLOCK // self.group_elements, within)
             numbers = [x * scale for x in islice(codes.values(codes.block(tile, at), within), elements)]
             for i, vector in enumerate(_vnni_pairs(k, numbers) if pair else numbers):
                 out.store_raw(k.bitcast(vector, k.ivec), (block * (BLOCK // (2 if pair else 1)) + i) * nr + v * k.lanes)
 
         def pack_tail() -> None:
             """The partial block at the end of the depth."""
-            if self.depth % BLOCK:
-                is_last_k = (k_block + 1).equals(self.k_blocks)
-                with k.when(is_last_k), k.loop(0, vectors) as v:
-                    dequantize(blocks, v, self.depth % BLOCK)
+            if loop.depth % BLOCK:
+                with k.when((k_block + 1).equals(loop.k_blocks)), k.loop(0, vectors) as v:
+                    dequantize(blocks, v, loop.depth % BLOCK)
 
         return packing.PackTask(k, blocks * vectors, lambda i: dequantize(i // vectors, i % vectors, BLOCK), pack_tail)
 
-    def _pack_rows(self: Any, into: Pointer, panel_id: Value) -> packing.PackTask:
+    @property
+    def group_elements(self) -> int:
+        """Elements of a row of the matrix that share a scale."""
+        return self.codes.how.group or self.codes.blocks * BLOCK
+
+    def _scale(self, tile: Value, group: Value, within: Any) -> Value:
+        """The scales of a group, of the `lanes` rows of the matrix from row `within` of a tile of rows on."""
+        return self.scales.load(tile, group, within) * self.scales.powers(tile, within)
+
+    def _pack_rows(self, loop: gemm_mainloop.GemmMainloop, into: Pointer, panel_id: Value) -> packing.PackTask:
         """The same where the rows of the matrix are the depth. A chunk is a tile of rows and BLOCK columns, transposed in
         registers."""
-        k, nr, pair = self.k, self.nr, packing.uses_vnni(self.k.isa, self.a.dtype)
-        codes, scales = self.quantized
-        col, k_block = panel_id // self.k_blocks * nr, panel_id % self.k_blocks
-        depth = k.int(self._kc_of((k_block + 1).equals(self.k_blocks) if self.k_blocks > 1 else None))
-        first, out, blocks = k_block * (self.kc // TILE), into.as_dtype("i32"), ceil_div(nr, BLOCK)
+        k, nr, pair, codes = loop.k, loop.nr, packing.uses_vnni(loop.k.isa, loop.a.dtype), self.codes
+        col, k_block, block_depth = loop.block_of_panel(panel_id)
+        depth = k.int(block_depth)
+        first, out, blocks = k_block * (loop.kc // TILE), into.as_dtype("i32"), ceil_div(nr, BLOCK)
         per_unit = 2 if pair else 1  # rows in a unit of the panel
 
         def dequantize(tile: Value, i: Value, rows: int) -> None:
             """The first `rows` rows of a tile, in the panel's block i. Columns behind the last block repeat it."""
             wanted = col // BLOCK + i
             block, at, here = k.min(wanted, codes.blocks - 1), wanted * BLOCK - col, first + tile
-            group = block * BLOCK // (codes.how.group or codes.blocks * BLOCK)
+            group = block * BLOCK // self.group_elements
             for within in range(0, rows, k.lanes):
-                scale = scales.load(here, group, within) * scales.powers(here, within)
+                scale = self._scale(here, group, within)
                 numbers = [x * scale for x in codes.values(codes.block(here, block), within)]
                 units = [k.bitcast(k.round_bf16(x), f"<{k.lanes // 2} x i32>") if pair else k.bitcast(x, k.ivec) for x in numbers]
                 unit = (tile * TILE + within) // per_unit
@@ -116,9 +118,9 @@ class DequantizingPack:
 
         def pack_tail() -> None:
             """The partial tile at the end of the depth."""
-            if self.depth % TILE:
-                with k.when((k_block + 1).equals(self.k_blocks)), k.loop(0, blocks) as i:
-                    dequantize(depth // TILE, i, self.depth % TILE)
+            if loop.depth % TILE:
+                with k.when((k_block + 1).equals(loop.k_blocks)), k.loop(0, blocks) as i:
+                    dequantize(depth // TILE, i, loop.depth % TILE)
 
         return packing.PackTask(k, depth // TILE * blocks, lambda i: dequantize(i // blocks, i % blocks, TILE), pack_tail)
 
@@ -144,14 +146,6 @@ def _vnni_pairs(k: KernelBuilder, numbers: list[Value]) -> list[Value]:
     return [a | (b << 16) for a, b in zip(halves[::2], odd, strict=True)]
 
 
-class VectorGemm(DequantizingPack, gemm.VectorGemm):
-    """On vector registers."""
-
-
-class AmxGemm(DequantizingPack, gemm.AmxGemm):
-    """On AMX tiles."""
-
-
 def quantized_gemm(
     k: KernelBuilder, out, second, x, codes, scales, bias, other, row_begin, row_limit, *, cols: int, depth: int,
     weights: str, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str, config: GemmConfig, least: int,
@@ -164,16 +158,10 @@ def quantized_gemm(
     planned = k.num_elements(dims, inner)
     rows = k.select(planned < least, 0, k.min(planned - row_begin, row_limit))
     width = depth if transposed else cols  # of a row of the matrix
-    quantized = Codes(k, codes, how, ceil_div(width, BLOCK)), Scales(k, scales, how.groups(width))
-
-    def run(kind: Any, *operands: Any, **sizes: Any) -> None:
-        mainloop = kind(k, x, codes, rows, *operands, transposed=transposed, **sizes)
-        mainloop.quantized = quantized
-        mainloop.run()
-
+    weight = QuantizedWeight(Codes(k, codes, how, ceil_div(width, BLOCK)), Scales(k, scales, how.groups(width)))
     gemm.multiply(
-        k, (VectorGemm, AmxGemm), run, out, second, x, bias, other, cols=cols, depth=depth, epilogues=epilogues,
-        mode=mode, config=config, strides=dict(strides),
+        k, out, second, x, weight, rows, bias, other, cols=cols, depth=depth, transposed=transposed, epilogues=epilogues, mode=mode,
+        config=config, strides=dict(strides), streams=False,
     )  # fmt: skip
 
 
@@ -209,7 +197,7 @@ def append_quantized_gemm(
 def _skinny_scratch_bytes(isa: ISA, weights: str, dtype: str, depth: int) -> int:
     """Scratch bytes of a thread of the skinny GEMM, for x: as digits, or zero-padded fp32."""
     if quantized_digits.uses_integer_dot(isa, weights):
-        return quantized_digits.digits_scratch_bytes(scheme(weights), dtype, depth)
+        return quantized_few.FEW * quantized_digits.row_bytes(scheme(weights), dtype, depth)
     return quantized_few.FEW * round_up(depth, max(BLOCK, isa.lanes)) * 4
 
 

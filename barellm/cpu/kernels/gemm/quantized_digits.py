@@ -19,7 +19,7 @@ from barellm.program.quantization import BLOCK, TILE, Scheme, scheme
 WHOLE_ROW = 64  # elements of a group of x where the weight has a scale for a whole row
 # Digits of a fixed-point number -> bits of its magnitude: one less than they hold, for rounding may reach the next power of 2.
 BITS = {2: 14, 3: 22}
-BASE = 256
+BASE = 256  # of digits: each is a byte
 LEAST_EXPONENT = 32  # of fp32's field: smaller groups are rounded as if they reached 2^-95
 LANE = 4  # bytes that the instruction adds up
 # Formats whose products are faster with numbers in registers (quantized_few.py), by instruction set: Zen 4 starts a product of
@@ -38,34 +38,34 @@ def digits_of(dtype: str) -> int:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Codes as whole numbers: an element is (the digits of its code - `offset` of the last one) times `unit`."""
+class IntegerCodes:
+    """The integers that stand for a scheme's weights, of one or two unsigned bytes (`digits`). A weight is `unit` times what is
+    left of its integer after `offset` is subtracted from the most significant byte."""
 
     unit: float
     offset: int
-    table: tuple[int, ...] = ()  # of codes that are looked up
+    table: tuple[int, ...] = ()  # the integer of each code; (): codes are bytes as they are
 
     @property
     def digits(self) -> int:
         return 2 if self.table else 1
 
 
-def whole(how: Scheme) -> Whole:
-    """The whole numbers of a scheme: every table of `program.quantization` has some."""
+def integer_codes(how: Scheme) -> IntegerCodes:
+    """The integer codes of a quantization scheme. The offset makes them unsigned, as the instruction wants one operand."""
     if not how.table:
-        return Whole(1.0, 128)
-    steps = tuple(int(v) for v in how.table)
-    if steps == how.table and steps == tuple(range(-8, 8)):
-        return Whole(1.0, 8)
-    unit, offset = 2.0**-11, 8
+        return IntegerCodes(1.0, 128)  # int8: -128 to 127, whose sign bit is flipped
+    if how.table == tuple(range(-8, 8)):
+        return IntegerCodes(1.0, 8)  # int4: the codes 0 to 15 stand for -8 to 7
+    unit, offset = 2.0**-11, 8  # NF4: numbers between -1 and 1 are multiples of 2^-11, +-2048; with 8 * 256 none is below zero
     numbers = tuple(v / unit + offset * BASE for v in how.table)
     assert all(n == int(n) and 0 <= n < BASE * BASE for n in numbers), how
-    return Whole(unit, offset, tuple(int(n) for n in numbers))
+    return IntegerCodes(unit, offset, tuple(int(n) for n in numbers))
 
 
 def products_of_a_weight(weights: str, dtype: str) -> int:
     """Products of bytes that a weight takes: those of each of its digits with each digit of a number of x."""
-    return whole(scheme(weights)).digits * digits_of(dtype)
+    return integer_codes(scheme(weights)).digits * digits_of(dtype)
 
 
 def group_of(how: Scheme) -> int:
@@ -79,18 +79,13 @@ def row_bytes(how: Scheme, dtype: str, depth: int) -> int:
     return round_up(groups * (group_of(how) * count + 4 + 4 * count), packing.LINE)
 
 
-def digits_scratch_bytes(how: Scheme, dtype: str, depth: int) -> int:
-    """Bytes of a thread's own scratch."""
-    return quantized_few.FEW * row_bytes(how, dtype, depth)
-
-
 class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
     """One thread's part of a product with FEW rows at most."""
 
     def _prepare(self) -> None:
-        """x as digits, in this thread's scratch."""
+        """Quantize x to fixed point, digits to the base 256, in this thread's scratch: each thread needs all of it."""
         k = self.k
-        self.whole, self.count, self.group = whole(self.how), digits_of(self.x.dtype), group_of(self.how)
+        self.integers, self.count, self.group = integer_codes(self.how), digits_of(self.x.dtype), group_of(self.how)
         # A row in scratch: the digits, `count` planes of a byte an element; of each group its scale (fp32); of each digit and group
         # the integer with which sums begin.
         self.x_groups = ceil_div(self.depth, self.group)
@@ -99,8 +94,8 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
         self.row_bytes = row_bytes(self.how, self.x.dtype, self.depth)
         self.digits = k.thread_scratch()
         self.bytes = f"<{LANE * k.lanes} x i8>"
-        if self.whole.table:
-            self.tables = [self.codes._table([n // BASE**d % BASE for n in self.whole.table]) for d in range(2)]
+        if self.integers.table:
+            self.tables = [self.codes._table([n // BASE**d % BASE for n in self.integers.table]) for d in range(2)]
         with k.loop(0, self.rows) as row, k.loop(0, self.x_groups) as group:
             self._quantize_group(self.x.at(row * self.stride), self.digits.bytes(row * self.row_bytes), group)
 
@@ -121,7 +116,7 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
         field = k.maximum(largest) >> 23  # fp32's biased exponent; 255: infinity or NaN
         exponent = k.max(field, LEAST_EXPONENT) + (1 - bits)  # biased, of the fixed-point unit
         infinite = field > 254
-        scale = k.op("float", f"bitcast i32 {(exponent << 23).ref} to float") * self.whole.unit
+        scale = k.op("float", f"bitcast i32 {(exponent << 23).ref} to float") * self.integers.unit
         k.line(f"store float {k.select(infinite, float('nan'), scale).ref}, ptr {self._scale(row, group).ref}, align 4")
         times = k.splat(k.op("float", f"bitcast i32 {((254 - exponent) << 23).ref} to float"))  # 1 / the unit
         sums: list[Value | None] = [None] * self.count
@@ -138,7 +133,7 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
                 k.line(f"store {small.typed}, ptr {at.ref}, align 1")
         for d, total in enumerate(sums):
             assert total is not None
-            begin = k.sum(total) * -self.whole.offset
+            begin = k.sum(total) * -self.integers.offset
             k.line(f"store {begin.typed}, ptr {self._begin(row, group, d).ref}, align 4")
 
     def _scale(self, row: Pointer, group: Value) -> Pointer:
@@ -149,34 +144,30 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
 
     def _tile(self, tile: Value, rows: int) -> list[list[Value]]:
         """The finished sums of 16 columns, a vector, of each row: [row][0]."""
-        k = self.k
-        totals = [k.var_vec(0.0) for _ in range(rows)]
-        group_blocks = self.group // BLOCK
-        rest = self.blocks % group_blocks
-        x_rows = [self._digits_of_row(r) for r in range(rows)]
-        with k.loop(0, self.blocks // group_blocks) as group:
-            self._multiply_group(tile, group, group_blocks, x_rows, totals)
-        if rest:
-            self._multiply_group(tile, k.int(self.blocks // group_blocks), rest, x_rows, totals)
-        power = self.scales.powers(tile, 0)
-        if self.how.group:
-            return [[total.value * power] for total in totals]
-        scale = self.scales.load(tile, k.int(0), 0)
-        return [[total.value * scale * power] for total in totals]
+        self.x_rows = [self._digits_of_row(r) for r in range(rows)]
+        return super()._tile(tile, rows)
+
+    def _finish(self, tile: Value, totals: list[list[Var]]) -> list[list[Value]]:
+        """Also times the scale of the columns where a whole row has one."""
+        if not self.how.group:
+            scale = self.scales.load(tile, self.k.int(0), 0)
+            for [total] in totals:
+                total.value = total.value * scale
+        return super()._finish(tile, totals)
 
     def _digits_of_row(self, row: int) -> Pointer:
         """The quantized row of x in scratch. Rows that do not exist are the last one."""
         k = self.k
         return self.digits.bytes((k.int(row) if row == 0 else k.min(self.rows - 1, row)) * self.row_bytes)
 
-    def _multiply_group(self, tile: Value, group: Value, blocks: int, x_rows: list[Pointer], totals: list[Var]) -> None:
-        """totals[r] += x @ weight over `blocks` blocks of a group of x, for the 16 columns of a tile. There is an integer sum for
-        each power of 256, the sum of the places of a digit of the weight and one of x; at the end they are combined by Horner's
-        scheme."""
-        k, places = self.k, self.count + self.whole.digits - 1
+    def _multiply_group(self, tile: Value, group: Value, blocks: int, totals: list[list[Var]]) -> None:
+        """totals[r][0] += x @ weight over `blocks` blocks of a group of x, for the 16 columns of a tile. The product of a digit of
+        the weight and one of x counts 256 to the sum of their places: there is an integer sum for each such power, and Horner's
+        scheme combines them in the end."""
+        k, places, x_rows = self.k, self.count + self.integers.digits - 1, self.x_rows
         sums = []
         for p in x_rows:
-            begins = [k.const(0, k.ivec)] * (self.whole.digits - 1)
+            begins = [k.const(0, k.ivec)] * (self.integers.digits - 1)
             for d in range(self.count):
                 at = self._begin(p, group, d)
                 begins.append(k.splat(k.op("i32", f"load i32, ptr {at.ref}, align 4")))
@@ -185,7 +176,7 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
         for b in range(blocks):
             self._multiply_block(self.codes.block(tile, first + b), first + b, x_rows, sums)
         scale = self.scales.load(tile, group, 0) if self.how.group else None
-        for p, row_sums, total in zip(x_rows, sums, totals, strict=True):
+        for p, row_sums, [total] in zip(x_rows, sums, totals, strict=True):
             value = k.to(row_sums[places - 1].value, k.vec)
             for place in reversed(range(places - 1)):
                 value = k.fma(value, k.const(float(BASE), k.vec), k.to(row_sums[place].value, k.vec))
@@ -220,7 +211,7 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
         order = [16 * g + t % 4 // 2 * 8 + t // 4 * 2 + t % 2 for g in range(k.lanes // 4) for t in range(16)]
         both = k.shuffle(self._load(p), None, order)
         halves = [both & 15, both >> 4]
-        return [[self._look_up(table, x) for table in self.tables] if self.whole.table else [x] for x in halves]
+        return [[self._look_up(table, x) for table in self.tables] if self.integers.table else [x] for x in halves]
 
     def _load(self, p: Pointer) -> Value:
         return self.k.op(self.bytes, f"load {self.bytes}, ptr {p.ref}, align 1")

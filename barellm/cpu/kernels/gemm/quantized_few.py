@@ -33,6 +33,7 @@ class QuantizedSkinnyGemm:
         self.vectors = TILE // k.lanes
         self.codes, self.scales = Codes(k, codes, self.how, self.blocks), Scales(k, scales, self.groups)
         self.depth, self.x, self.stride = depth, x, stride
+        self.group = self.how.group  # elements of x whose sum is multiplied by a scale; 0: all
         self._prepare()
 
     def _prepare(self) -> None:
@@ -73,12 +74,17 @@ class QuantizedSkinnyGemm:
         """The finished sums of 16 columns: [row][vector], a vector for each `lanes` of them."""
         k = self.k
         totals = [[k.var_vec(0.0) for _ in range(self.vectors)] for _ in range(rows)]
-        group_blocks = (self.how.group or self.blocks * BLOCK) // BLOCK
+        group_blocks = (self.group or self.blocks * BLOCK) // BLOCK
         whole, rest = self.blocks // group_blocks, self.blocks % group_blocks
         with k.loop(0, whole) as group:
             self._multiply_group(tile, group, group_blocks, totals)
         if rest:
             self._multiply_group(tile, k.int(whole), rest, totals)
+        return self._finish(tile, totals)
+
+    def _finish(self, tile: Value, totals: list[list[Var]]) -> list[list[Value]]:
+        """The totals times the powers of two of their columns."""
+        k = self.k
         powers = [self.scales.powers(tile, v * k.lanes) for v in range(self.vectors)]
         return [[v.value * power for v, power in zip(row, powers, strict=True)] for row in totals]
 

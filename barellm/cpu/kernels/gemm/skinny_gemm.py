@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import lcm
 from typing import Any
 
@@ -23,7 +24,6 @@ from barellm.cpu.gemm_config import PREFETCH_LEVELS, SkinnyGemmConfig, Tile
 from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value, Var
 from barellm.cpu.kernels.gemm import packing, skinny_gemm_amx
 from barellm.cpu.kernels.gemm.epilogue import Epilogue
-from barellm.cpu.kernels.gemm.skinny_gemm_amx import scratch_bytes
 from barellm.cpu.lang.vector import sums_of_lanes
 from barellm.program.dtypes import itemsize
 from barellm.program.integers import ceil_div, round_up
@@ -77,29 +77,22 @@ def skinny_configs(isa: ISA, dtype: str, cols: int, depth: int) -> list[SkinnyGe
     return [default, *(config for config in configs if config != default)]
 
 
-def skinny_gemm_scratch_bytes(isa: ISA, depth: int) -> int:
-    """Scratch bytes of a thread: an item's results, accumulators between two KC blocks, copies of columns, and what AMX needs."""
-    return _result_bytes(isa) + _accumulator_bytes(isa) + _copies_bytes(isa) + scratch_bytes(isa, depth)
+class ScratchLayout:
+    """Offsets in a thread's scratch, in bytes, and its size, for every dtype: first an item's results, then `accumulators` between
+    two KC blocks, `copies` of columns, and `amx`, what AMX needs."""
+
+    def __init__(self, isa: ISA, depth: int) -> None:
+        tiling = Tiling.of(isa, "fp32")  # no dtype has a larger one
+        self.accumulators = 4 * FEW * (max(tiling.nr, skinny_gemm_amx.NR) + tiling.lanes)
+        self.copies = self.accumulators + 4 * FEW * tiling.nr * tiling.lanes
+        # KC is such that a block comes nearest to KC_BYTES, rounded up to full vectors.
+        self.amx = self.copies + 3 * KC_BYTES // 2 + 2 * packing.LINE * tiling.wide
+        self.nbytes = self.amx + skinny_gemm_amx.scratch_bytes(isa, depth)
 
 
 def panel_width(isa: ISA, dtype: str, cols: int, depth: int) -> int:
     """Columns of a panel, the N side of a work item."""
     return skinny_gemm_amx.NR if skinny_gemm_amx.fits(isa, dtype, cols, depth) else Tiling.of(isa, dtype).nr
-
-
-def _result_bytes(isa: ISA) -> int:
-    tiling = Tiling.of(isa, "fp32")  # the span of every dtype
-    return 4 * FEW * (max(tiling.nr, skinny_gemm_amx.NR) + tiling.lanes)
-
-
-def _accumulator_bytes(isa: ISA) -> int:
-    tiling = Tiling.of(isa, "fp32")  # the span of every dtype
-    return 4 * FEW * tiling.nr * tiling.lanes
-
-
-def _copies_bytes(isa: ISA) -> int:
-    """An upper bound: KC is such that a block comes nearest to KC_BYTES, rounded up to full vectors."""
-    return 3 * KC_BYTES // 2 + 2 * packing.LINE * Tiling.of(isa, "fp32").wide
 
 
 @dataclass(frozen=True)
@@ -135,15 +128,14 @@ class SkinnyGemm:
         self.itemsize = itemsize(a.dtype)
         self.nr = panel_width(k.isa, a.dtype, cols, depth)
         self.width = self.nr + k.lanes  # of a row of sums, whose last vector may hang over
-        self.sums = k.thread_scratch()
-        scratch = self.sums.bytes(_result_bytes(k.isa))
-        self.accumulators, copies = scratch, scratch.bytes(_accumulator_bytes(k.isa))
+        self.sums, scratch = k.thread_scratch(), ScratchLayout(k.isa, depth)
+        self.accumulators = self.sums.bytes(scratch.accumulators)
+        copies = self.accumulators.bytes(scratch.copies - scratch.accumulators)
         self.tiles = None
         if skinny_gemm_amx.fits(k.isa, a.dtype, cols, depth):
             sizes = {"cols": cols, "depth": depth, "stride": stride}
-            self.tiles = skinny_gemm_amx.SkinnyGemmAmx(
-                k, a, weight, rows, copies.bytes(_copies_bytes(k.isa)), config=config, **sizes
-            )
+            at_amx = copies.bytes(scratch.amx - scratch.copies)
+            self.tiles = skinny_gemm_amx.SkinnyGemmAmx(k, a, weight, rows, at_amx, config=config, **sizes)
         k_blocks = max(1, round(self.tiling.wide * depth * self.itemsize / KC_BYTES))
         self.kc = round_up(ceil_div(depth, k_blocks), self.unit)
         self.k_blocks = ceil_div(depth, self.kc)
@@ -375,14 +367,11 @@ def skinny_gemm(
     """out (rows, cols) = a (rows, depth) @ weight.T then the `epilogues`, for M <= FEW rows; does nothing if a run has more.
     Parameters as in gemm.py's `gemm`."""
     rows, row_strides = k.num_elements(dims, inner), dict(strides)
-    vectors = panel_width(k.isa, a.dtype, cols, depth) // k.lanes
-
-    def make_epilogue(col: Value) -> Epilogue:
-        return Epilogue(
-            k, col, Tile(1, vectors), out, second, bias, other, cols=cols, epilogues=epilogues, mode=mode, factor=factor,
-            bias_in_registers=False, strides=row_strides,
-        )  # fmt: skip
-
+    tile = Tile(1, panel_width(k.isa, a.dtype, cols, depth) // k.lanes)
+    make_epilogue = partial(
+        Epilogue, k, tile, out, second, bias, other, cols=cols, epilogues=epilogues, mode=mode, factor=factor,
+        bias_in_registers=False, strides=row_strides,
+    )  # fmt: skip
     with k.when(rows <= FEW):
         sizes = {"cols": cols, "depth": depth, "stride": row_strides.get("a", depth)}
         SkinnyGemm(k, a, weight, rows, config=config, **sizes).run(make_epilogue)
