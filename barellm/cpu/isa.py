@@ -74,8 +74,7 @@ def arm() -> bool:
 
 
 def host_features() -> dict[str, bool]:
-    """The features of this processor, by LLVM's names. On aarch64 LLVM 22 does not look for bf16 on Linux, and for nothing on
-    macOS."""
+    """The features of this processor, by LLVM's names. On aarch64 LLVM 22 misses bf16 on Linux, and everything on macOS."""
     import llvmlite.binding as llvm
 
     features = llvm.get_host_cpu_features()
@@ -109,8 +108,7 @@ def tiles_permitted() -> bool:
 
 @cache
 def _host(name: str) -> ISA:
-    """The ISA called `name` ("": the best) on this machine. The best one is tuned for this very processor, with all its
-    features."""
+    """The ISA called `name` ("": the best) on this machine. The best one is tuned for this very processor."""
     import llvmlite.binding as llvm
 
     names = available()

@@ -50,7 +50,7 @@ def known_caches() -> dict[int, int]:
 
 @cache
 def name() -> str:
-    """The model in words that tell one from another: a database of timings is no use on another model."""
+    """The processor's model and caches, as a text that tells models apart: timings of one are of no use on another."""
     try:
         with open("/proc/cpuinfo") as file:
             text = file.read(4096)  # the first core; a machine may have hundreds

@@ -64,7 +64,7 @@ def _plain(value: Any) -> bool:
 
 @cache
 def files(*modules: str) -> tuple[Path, ...]:
-    """The sources of these modules, and of what they import from barellm, but for what runs before."""
+    """The source files of these modules and of all that they import from barellm, directly or not, without those in BEFORE."""
     paths: dict[str, Path] = {}
     queue = list(modules)
     while queue:

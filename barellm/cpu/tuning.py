@@ -62,7 +62,7 @@ def to_entry(config: GemmConfig | SkinnyGemmConfig) -> dict[str, Any]:
 
 
 def from_entry(entry: Any, isa: ISA, kind: str, dtype: str, depth: int) -> GemmConfig:
-    """The config of an entry. ValueError if this GEMM cannot have it on this ISA."""
+    """The config of a database entry. ValueError if the entry is malformed, or this GEMM cannot have that config on this ISA."""
     from barellm.cpu.kernels.gemm import amx  # kernels import gemm_config
 
     try:

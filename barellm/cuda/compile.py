@@ -212,7 +212,7 @@ def _frozen(value: Any) -> Any:
 
 
 def triton_compile(spec: Specialisation, arch: int) -> Any:
-    """Triton's result: `.asm` with "ttgir", "ptx", "cubin" and "sass", `.metadata`."""
+    """Compile with Triton. Returns its result: `.asm` with "ttgir", "ptx", "cubin" and "sass", and `.metadata`."""
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

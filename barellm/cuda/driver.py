@@ -298,6 +298,7 @@ class Graph:
     """A CUDA graph of the work that `enqueue` puts on the stream, instantiated and uploaded."""
 
     def __init__(self, stream: Any, enqueue: Callable[[], None]) -> None:
+        """Capture what `enqueue` puts on the stream, instantiate and upload it; if `enqueue` fails, the capture is ended."""
         # Relaxed: Python may collect garbage meanwhile, and in any other mode freeing memory would invalidate the capture.
         call("cuStreamBeginCapture", stream, bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
         try:

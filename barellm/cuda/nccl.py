@@ -54,7 +54,7 @@ class Communicator:
     """All ranks of a run, each with its own GPU, whose context is current."""
 
     def __init__(self, ranks: Ranks, device: driver.Device) -> None:
-        """Made by all ranks together. UserError on all of them where two share a GPU, or NCCL does not start."""
+        """Create the communicator, all ranks together. UserError on all of them if two share a GPU, or NCCL does not start."""
         self.ranks = ranks
         check_own(ranks, device)
         cu = driver.bindings()

@@ -282,7 +282,7 @@ class CudaSession(ArenaSession):
         return BoundGemm(call, self.cublas, run.sizes, self._address, run.accumulate)
 
     def _graph(self, run: Run) -> driver.Graph:
-        """The graph of a run: kept (least recently used ones are freed), or captured now."""
+        """The graph of a run: the kept one, or captured now; if there are GRAPHS, the least recently used one is freed."""
         if run in self._graphs:
             self._graphs.move_to_end(run)
             return self._graphs[run]
@@ -399,7 +399,7 @@ class CudaSession(ArenaSession):
         self._run_by(lambda: self._launch_each(self._run(program)), program, values)
 
     def _run_by(self, start: Callable[[], None], program: str, values: dict[str, Any]) -> None:
-        """Run a program with `start` in the place of its graph, after the copies of its inputs."""
+        """Run a program, but with start() instead of its graph, after the copies of its inputs."""
 
         def begin() -> None:
             self._send_inputs(program)

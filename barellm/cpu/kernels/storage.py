@@ -44,6 +44,7 @@ class Weight:
     bf16: bool = False
 
     def load(self, index: Any = 0, mask: Value | None = None) -> Value:
+        """Load the vector at `index` as fp32 lanes: the fp32 array or plane, or both 16-bit planes joined."""
         if self.lo is None:
             return self.p.load(index, mask)
         if self.lo.dtype == "fp32":
@@ -58,7 +59,7 @@ class Weight:
         self.store_all([value], index, mask)
 
     def store_all(self, values: list[Value], index: Any, mask: Value | None) -> None:
-        """Store one or two adjacent vectors of fp32 lanes from element `index` on; a mask only with one."""
+        """Store one or two adjacent vectors of fp32 lanes from element `index` on, in all planes; a mask only with one vector."""
         k = self.k
         if self.bf16:
             values = [k.widen16(k.round_bf16(value), "bf16") for value in values]
@@ -88,6 +89,8 @@ class Moment:
     dtype: str
 
     def load(self, index: Any = 0, mask: Value | None = None) -> Value:
+        """Load the vector at `index` as fp32 lanes: as it is, or its codes with fp32's exponent bias and dropped mantissa bits
+        0."""
         if self.p.dtype == "fp32":
             return self.p.load(index, mask)
         k, f = self.k, moments.FORMATS[self.dtype]

@@ -143,7 +143,7 @@ class Builder:
         return self.op(type_, f"bitcast {v.typed} to {type_}")
 
     def round_bf16(self, v: Value) -> Value:
-        """fp32 lanes to bf16 bit patterns (i16 lanes), to nearest even, NaN kept."""
+        """Round fp32 lanes to bf16 bit patterns (i16 lanes), to nearest even; NaN stays. One instruction, or integer arithmetic."""
         bits16 = f"<{self.lanes} x i16>"
         if self.isa.bf16_round:
             b = self.op(f"<{self.lanes} x bfloat>", f"fptrunc {v.typed} to <{self.lanes} x bfloat>")

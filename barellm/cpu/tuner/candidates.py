@@ -46,7 +46,7 @@ def _on_tiles(problem: GemmProblem, isa: ISA) -> bool:
 
 
 def possible(problem: GemmProblem, isa: ISA) -> list[gemm_config.GemmConfig]:
-    """Every combination of tile, MC, NC and order that makes a difference for this problem."""
+    """Every combination of tile, MC, NC and order that makes a difference for this problem; KC and overlap are the default."""
     configs: dict[gemm_config.GemmConfig, None] = {}
     for tile in gemm_config.tiles(isa, problem.dtype):
         nr = tile.nr(isa)

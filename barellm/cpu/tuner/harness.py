@@ -106,7 +106,7 @@ class Harness(harness.Harness):
         return self.data.digests() != self.expected[run]
 
     def difference(self, loaded: Loaded, run: Run) -> str:
-        """How many elements of which result differ from the default's, and by how much."""
+        """In words: how many elements of which result differ from the default's, which is run again, and by how much at most."""
         written = [o.name for o in self.problem.operands[run.spec] if o is not None and o.written]
         got = {name: self.data.array(name).astype(np.float64) for name in written}
         self.run(self.default, run)

@@ -75,7 +75,7 @@ def configured(spec: Specialisation, config: Any, emit: Emit | None = None) -> S
 
 
 def problems_of(calls: Iterable[Call]) -> list[GemmProblem]:
-    """The GEMMs among `calls`, each once, those with most operations first."""
+    """The distinct GEMMs among `calls`, those with most operations first, each with the kernel instances that compute it."""
     specs_by_gemm: dict[Gemm, dict[Specialisation, tuple[int, tuple[Operand | None, ...]]]] = {}
     for call in calls:
         if call.spec.emit not in (gemm.gemm, weight_gradient.weight_gradient, skinny_gemm):

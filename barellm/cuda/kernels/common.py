@@ -104,7 +104,7 @@ def kernel(*op_names: str, constants: Callable[[Any], dict[str, Any]] = lambda o
 def elementwise(
     c: Lowering, function: DeviceFunction, like: Tensor, operands: dict[str, Any], *, writes: str = "", **constants: Any
 ) -> None:
-    """Launch a kernel with parameters `units`, UNIT and BLOCK over the elements of `like`."""
+    """Launch a kernel with parameters `units`, UNIT and BLOCK over the elements of `like`, BLOCK for each program."""
     unit = unit_of(like)
     units = Count(tuple(d.name for d in like.dims), like.width // unit)
     c.launch(

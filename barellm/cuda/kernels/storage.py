@@ -77,7 +77,7 @@ def to_bf16(value):
 
 @device
 def store_weight(p, lo, i, mask, value):
-    """Store fp32 values as a weight's elements i, in all of its planes."""
+    """Store fp32 values as a weight's elements i, in all of its planes; `lo` None: p is an fp32 array."""
     if lo is None:
         tl.store(p + i, value, mask=mask)
     elif lo.dtype.element_ty == tl.float32:

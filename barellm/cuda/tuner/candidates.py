@@ -29,7 +29,7 @@ ATTENTION_RATE = 0.4  # of a GEMM's FLOP/s that attention reaches, to tell what 
 
 
 def problems_of(programs: dict[str, Program], target: Target) -> list[Problem]:
-    """The tuning problems of these programs; those that take longest come first."""
+    """The tuning problems of these programs, by estimated time: operations times calls, attention at a lower rate."""
     with tuning.counting() as counts:
         lower_and_plan(programs, target)
 
@@ -61,7 +61,7 @@ def rivals(problem: Problem, target: Target) -> list[Candidate]:
 
 
 def lowered(problem: Problem, case: Case, candidate: Candidate, target: Target) -> tuple[Program, LoweredPrograms]:
-    """The case's program, lowered with the candidate's configuration."""
+    """(the case's program, lowered with the candidate's configuration), with a faulty kernel if the candidate has a fault."""
     p = case.program()
     tf32 = problem.dtype == "tf32" if isinstance(problem, GemmProblem) else target.tf32
     matmul = "triton" if isinstance(problem, GemmProblem) and problem.kernel == "triton" else "barellm"

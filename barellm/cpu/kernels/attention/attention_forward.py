@@ -111,8 +111,7 @@ def attend_queries(
 def init_softmax(
     k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], q: micro.Rows, t: Value, last: Value, group: Value, lowest: float
 ) -> None:
-    """Pack the group of queries from t on, of which those before `last` exist; clear its accumulators, set its maxima to
-    `lowest`."""
+    """Pack the group of queries from t on, of which those before `last` exist; clear accumulators, set maxima to `lowest`."""
     micro.pack_tile(k, g, q.start(t), k.min(last - t, g.queries), g.queries, s["q_rows"])
     micro.transpose_tile(k, g, s["q_rows"], s["q"].at(group * g.transposed_units))
     micro.clear(k, s["acc"].at(group * g.accumulator_units()), g.acc_rows * g.queries)
@@ -257,7 +256,7 @@ def attention(
 
 @lowering("attention", views="q k v", also={"starts": "i32"})
 def lower_attention(op: Op, c: Lowering) -> None:
-    """Short sequences take the kernel of one block, all others the blocked one."""
+    """Call the kernel of one block for short sequences (`fits_single_block`), else the blocked one with its scratch."""
     constants = dense_constants(op)
     g = micro.Geometry.of(c.isa, op.q.dtype, constants["D"])
     operands = {"out": op.out, "lse": op.lse, "q": op.q, "keys": op.k, "values": op.v}

@@ -380,8 +380,7 @@ def clear(k: KernelBuilder, block: Pointer, units: Any) -> None:
 
 
 def exp2_nonpositive(k: KernelBuilder, g: Geometry, x: Value) -> Value:
-    """2^x for x <= 0 (up to rounding); exactly 0 at -infinity, NaN for NaN. x = n + f: 2^f is a polynomial, n is added to its
-    exponent."""
+    """2^x for x <= 0 (up to rounding); 0 at -infinity, NaN for NaN. x = n + f: 2^f is a polynomial; n is added to the exponent."""
     x = k.max(-127.0, x)  # an exponent field of zero; of a NaN this is the NaN
     shifted = x + MAGIC
     p = polynomial(k, x - (shifted - MAGIC), EXP2_SHORT if g.pair == 2 else EXP2)
@@ -406,8 +405,7 @@ def store_units(k: KernelBuilder, g: Geometry, dst: Pointer, row: list[Value]) -
 
 @dataclass(frozen=True)
 class KeyBounds:
-    """The first keys that a group's queries see: `first` that of the first query, `last` of the last, `first_keys` of each
-    (i32)."""
+    """The first keys that a group's queries see: `first` of the first query, `last` of the last, `first_keys` of each (i32)."""
 
     first: Value
     last: Value
@@ -431,6 +429,7 @@ def tile_mask(
     key = j if j0 is None else j0 + j
 
     def make_mask() -> LaneMask:
+        """Emit what is common to a tile; returns the function that gives the lane mask of row r and vector v."""
         if length is not None:
             remaining = length - key
             return lambda r, v: k.splat(remaining - r) > 0

@@ -29,7 +29,7 @@ def fits_single_block(isa: ISA, dtype: str, D: int, length: int, rate: float) ->
 
 
 def forward_units(g: micro.Geometry) -> dict[str, int]:
-    """Sizes of the blocks of the forward pass, in 32-bit units."""
+    """Sizes of the scratch blocks of the forward pass, in 32-bit units; all hold MAX_SEQ tokens or a group of queries."""
     return {
         "q_transposed": g.d_steps * MAX_SEQ,
         "k_rows": MAX_SEQ * g.row_units,
@@ -171,7 +171,7 @@ def single_block_scores(k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointe
     top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
 
     def tile(j: Value, rows: int, first: int, needs_mask: bool) -> None:
-        """Compute `rows` keys from j on x the queries of the vectors from `first` on."""
+        """Compute and store the scores of `rows` keys from j on x the queries of the vectors from `first` on, and update `top`."""
         right = micro.Right(s["q_transposed"].at(t + first * g.lanes), MAX_SEQ)
         left = micro.Left(s["k_rows"].at(j * g.row_units), g.row_units, 1)
         scores = micro.micro_kernel(k, g, left, right, g.d_steps, rows=rows, vectors=g.vectors - first)

@@ -65,6 +65,7 @@ class Table:
         kind = self.kind(entry + j // self.block)
 
         def make_mask() -> Callable[[int, int], Value]:
+            """Emit the addresses of the mask's words for this tile; returns the function of its lane masks."""
             # A mask has a row of `words` words for each key, a bit for each query of the block.
             first = ((kind - 1) * self.block + j % self.block) * words
             bit_numbers = [query + v * g.lanes for v in range(g.vectors)]

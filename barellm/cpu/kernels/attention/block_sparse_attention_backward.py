@@ -63,8 +63,8 @@ class BlockSparseHead(BackwardHead):
         self, k: KernelBuilder, operands: Operands, sequence: Value, head: Value, table: Table, rows: int,
         relative: Pointer | None, distances: Distances | None, *, sums: bool, **size_constants: Any,
     ) -> None:  # fmt: skip
-        """`rows`: tokens of a sequence, padded to blocks; `relative`, `distances`: the position bias's vectors and their distances,
-        or None."""
+        """`rows`: tokens of a sequence, padded to blocks; `relative`, `distances`: the position bias's vectors and distances, or
+        None."""
         self.table, self.padded, self.distances = table, rows, distances
         super().__init__(k, operands, sequence, head, rate=0.0, length=rows, mask_spec=PLAIN, **size_constants)
         self.query = self.entry = k.int(0)

@@ -63,8 +63,7 @@ class RelativePositionBias:
                 yield distance, i
 
     def pack_tile(self, block_distance: Value, i: Value) -> None:
-        """s["r_rows"] = the vectors of 2 * block distances from block_distance * block - (block - 1) on; zero where there is
-        none."""
+        """s["r_rows"] = the vectors of 2 * block distances from block_distance * block - (block - 1) on; zero if there is none."""
         k, g, rows = self.k, self.g, 2 * self.block
         first, last = self.distances
         first_row = block_distance * self.block - (self.block - 1 + first)  # of the first row in the table
@@ -82,8 +81,7 @@ class RelativePositionBias:
             micro.vnni_pack(self.k, self.g, self.s["r_rows"].at(i * (rows * self.g.row_units)), rows, dst)
 
     def window(self, block_distance: Value, query: Value) -> tuple[Value, Value, Value]:
-        """(distance of row 0, begin, end) of a group's tile of distances: rows [begin, end), rounded out to register tiles, have a
-        vector."""
+        """(distance of row 0, begin, end) of a group's tile of distances: rows [begin, end), full register tiles, have a vector."""
         k, g = self.k, self.g
         rows, (first, last) = self.block + g.queries, self.distances
         zero = block_distance * self.block - (self.block - 1) + query
@@ -91,7 +89,7 @@ class RelativePositionBias:
         return zero, begin & -g.rows, micro.round_up(k, end, g.rows)
 
     def multiply(self, block_distance: Value, i: Value, query: Value, transposed: Pointer) -> None:
-        """s["bias"] [distance][g.queries] of block i = R Q^T of a group of queries, packed as `transposed`; zero without a
+        """s["bias"] [distance][g.queries] of block i = R Q^T of a group packed as `transposed`; zero for distances without a
         vector."""
         k, g, rows = self.k, self.g, self.block + self.g.queries
         _, begin, end = self.window(block_distance, query)

@@ -108,7 +108,7 @@ def add_token_rows(k: KernelBuilder, dweight, tokens, dy, *, C, V) -> None:
         last = ends.get(high - low - 1) - 1
 
         def add_rows(dst: Pointer, i: Value, count: int) -> None:
-            """dst (C) += the rows of dy at entries [i, i + count) of the sorted list."""
+            """dst (C) += the rows of dy at entries [i, i + count) of the sorted list, and prefetch the rows that follow."""
             src = [dy.at(sorted_rows.get(i + t) * C) for t in range(count)]
             following = [sorted_rows.get(k.min(i + t + UNROLL, last)) for t in range(count)]
             prefetched = [dweight.at(tokens.get(following[0]) * C), *(dy.at(row * C) for row in following)]

@@ -22,7 +22,7 @@ def num_rows(k: KernelBuilder, dims, inner, row_begin: Value, row_limit: Value) 
 
 
 def highest(k: KernelBuilder, logits: Pointer, valid: int) -> Value:
-    """The maximum of the first `valid` elements of a row, as a float."""
+    """The maximum of the first `valid` elements of a row, as a float, by CHAINS independent running maxima."""
     maxima = [k.var(k.to(float("-inf"), k.vec)) for _ in range(CHAINS)]
 
     def body(c, mask, j):

@@ -158,7 +158,7 @@ def factor_of(k: KernelBuilder, loss_scale: Pointer | None, cap: Cap | None, fp8
 def row_losses(
     k: KernelBuilder, lse, losses, nexts, logits, targets, row_begin, row_limit, *, V, valid, dims, inner, cap, **more,
 ) -> None:  # fmt: skip
-    """Forward pass: lse (None: not stored), and losses and nexts as in `write_loss`, of each row."""
+    """Forward pass: store lse (None: not stored), losses and nexts (`write_loss`) of each row, one pass over its logits."""
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         src = logits.at(row * V)
         value, _ = log_sum_exp(k, src, None, valid, cap)

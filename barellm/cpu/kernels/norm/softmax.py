@@ -44,7 +44,7 @@ def power(k: KernelBuilder, x: Value, top: Value, scale: float) -> Value:
 
 
 def short_row(k: KernelBuilder, dst: Pointer, src: Pointer, C: int, scale: float, nontemporal: Value | None) -> None:
-    """dst = softmax(scale src) of a row that stays in registers: {column: vector}, masked lanes -inf."""
+    """dst = softmax(scale src) of a row that stays in registers, as {column: vector}; masked lanes are -inf (exponential 0)."""
     row: dict[int, Value] = {}
     maxima: Value | None = None
     for c, mask in k.columns(C):

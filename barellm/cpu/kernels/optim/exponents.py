@@ -22,7 +22,7 @@ def elements_per_chunk(k: KernelBuilder, n: Value) -> Value:
 
 
 def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
-    """One row of counts (chunks, 256) and of sums (chunks, 4) for each chunk of x."""
+    """For each chunk of x, one row of counts (chunks, 256) and of sums (chunks, 4), from the thread's TABLES tables of counters."""
     n = k.num_elements(dims) * width
     chunk_elements = elements_per_chunk(k, n)
     with k.parallel_for(k.ceil_div(n, chunk_elements)) as chunk:
@@ -33,7 +33,7 @@ def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
         largest = new_accumulators(k, UNROLL)
 
         def body(i, mask, j):
-            """Add the vector at element i to the sums of chain j, and count each lane's exponent, through memory."""
+            """Add the vector at element i to chain j's sums, and count each lane's exponent: `bins` turns lanes into addresses."""
             v = x.load(i, mask)
             bits = k.bitcast(v, k.ivec)
             e = (bits >> 23) & NOT_FINITE  # the exponent field, all ones for infinity and NaN

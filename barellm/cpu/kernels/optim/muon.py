@@ -100,7 +100,7 @@ def lower_apply(op: Op, c: Lowering) -> None:
 
 
 def row_means(k: KernelBuilder, means, x, rows, *, C) -> None:
-    """means (rows) = the mean of the squares of each row of x (rows, C)."""
+    """means (rows) = the mean of the squares of each row of x (rows, C), a range of rows for each work item."""
     with k.parallel_range(rows, max(1, loops.GRAIN // C)) as (begin, end), k.loop(begin, end) as row:
         sums, src = loops.new_accumulators(k, CHAINS), x.at(row * C)
 
@@ -178,7 +178,7 @@ def muon_update(
         """param -= factor(index, mask) x for the elements [begin, end), with weight decay; the factor contains lr scale."""
 
         def body(i, mask, vectors):
-            """Update the vectors from element i on, as many as `vectors` has."""
+            """Update as many adjacent vectors as `vectors` has, from element i on; `sweep_pairs` calls it with one or two."""
             updated = []
             for j in range(len(vectors)):
                 offset = i + j * k.lanes

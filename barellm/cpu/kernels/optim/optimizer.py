@@ -75,8 +75,7 @@ def adamw(
 
 
 def sweep_pairs(k: KernelBuilder, begin: Value, end: Value, body: Callable[..., None]) -> None:
-    """Emit body(index, None, [None, None]) for pairs of vectors of elements [begin, end), and body(index, mask, [None]) for the
-    rest."""
+    """Emit body(index, None, [None, None]) for pairs of vectors of elements [begin, end), then body(index, mask, [None])."""
     full_end = begin + ((end - begin) & -2 * k.lanes)
     with k.loop(begin, full_end, 2 * k.lanes) as i:
         body(i, None, [None, None])
@@ -96,7 +95,7 @@ def sweep_dithered(
     next_words = [k.var(word) for word in first_words]
 
     def block(first: Value, *, masked: bool) -> None:
-        """The elements first .. first + width, of which those from `end` on are left out where `masked`."""
+        """Update the elements first .. first + width, where `masked` only those before `end`, and generate the next words."""
         words = [word.value for word in next_words]
         generator = random.shared_words(k, key, (origin + first) // width + 1)
         for j in range(0, vectors, 2):

@@ -42,7 +42,7 @@ def factor_across(k: KernelBuilder, y, grad, error, f, *, rows, cols, rank) -> N
     """y (rank, rows) = (M f^T)^T, f (rank, cols): dot products along the rows of M = grad + error (rows, cols)."""
 
     def block(i, height, j, width):
-        """Multiply `height` rows of M from i on with `width` rows of f from j on."""
+        """Dot products of `height` rows of M from i on with `width` rows of f from j on; M is read once for all of them."""
         sums = [new_accumulators(k, width) for _ in range(height)]
 
         def body(c, mask, _):
@@ -93,7 +93,7 @@ def add_factors(k: KernelBuilder, y, partials, *, rows, size) -> None:
 
 @lowering("factor", floats="fp32", also={"y": "bf16", "f": "bf16"}, spans="y f")
 def lower_factor(op: Op, c: Lowering) -> None:
-    """y = M f, or where the op is `transposed` M^T f: sums over rows, by chunks, then their sum in order."""
+    """Call y = M f, or where the op is `transposed` M^T f: partial sums over chunks of rows, then their sum in order."""
     rows, cols = (int(n) for n in op.grad.shape)
     operands: dict[str, Any] = {"grad": op.grad, "error": op.error, "f": op.f}
     sizes = {"rows": rows, "cols": cols, "rank": op.attrs["rank"]}
@@ -189,7 +189,7 @@ def feedback(k: KernelBuilder, grad, error, left_own, left_total, right_own, rig
     clip_scale, tile_rows = clip.get(1), TALL[k.isa.registers]
 
     def update_tile(i: Value, height: int, columns: list[tuple[Any, Value | None]]) -> None:
-        """Update rows [i, i + height) x the vectors `columns`, (first column, mask) each."""
+        """Update error and grad in rows [i, i + height) x the vectors `columns`, (first column, mask) each, in registers."""
         offsets = [[((i + a) * cols + c, mask) for c, mask in columns] for a in range(height)]
         residuals = [[k.var(grad.load(*x) + error.load(*x)) for x in row] for row in offsets]
         products = [new_accumulators(k, len(columns)) for _ in range(height)]
@@ -233,7 +233,7 @@ def keep_factor(k: KernelBuilder, q, total, clip, n) -> None:
 
 @lowering("feedback", floats="fp32", also={"own": "bf16", "total": "bf16"}, spans="own total")
 def lower_feedback(op: Op, c: Lowering) -> None:
-    """`tall`: op.p is the right factor (of the columns), else the left one."""
+    """Call the feedback, then keep the factor. `tall`: op.p is the right factor (of the columns), else the left one."""
     rows, cols = (int(n) for n in op.grad.shape)
     left, right = (op.own, op.total), (op.p, op.p)
     if not op.attrs["tall"]:

@@ -23,8 +23,8 @@ def per_target_of(k: KernelBuilder, value: Value, per_target: bool) -> Value:
     "entries": op.history.size, "per_number": float(np.float32(MARGIN / op.largest)), "first": float(op.first),
 })  # fmt: skip
 def delayed_scale(k: KernelBuilder, scale, history, *, entries, per_number, first) -> None:
-    """scale (1) = per_number * the maximum of the history, per_number = margin / the format's largest number, or `first` if it is
-    empty."""
+    """scale (1) = per_number * the history's maximum, per_number = margin / the format's largest number; `first` while that is
+    0."""
     with k.parallel_for(1):
         top = k.float(0.0)
         for i in range(entries):
@@ -85,7 +85,7 @@ def round_floating(k: KernelBuilder, y, x, bias, *, denormals, per_target, dims,
     divisor = k.splat(k.to(k.scalar("inv_targets"), "float")) if per_target else None
 
     def vector(i: Any, mask: Value | None) -> Value:
-        """The rounded vector of x at element i."""
+        """The rounded vector of x at element i; fp32 bits are compared as integers, because magnitudes are in the same order."""
         v = x.load(i, mask)
         bits = k.bitcast(v if divisor is None else v / divisor, k.ivec)
         magnitude = bits & 0x7FFFFFFF

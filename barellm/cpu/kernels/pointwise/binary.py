@@ -36,7 +36,7 @@ def pack_signs(k: KernelBuilder, words, x, *, K, dims, inner) -> None:
 
 @kernel("unpack_signs", constants=lambda op: {"K": op.columns, **shape_of(op.signs)}, also={"words": "i32"})
 def unpack_signs(k: KernelBuilder, signs, words, *, K, dims, inner, mode_signs) -> None:
-    """signs (rows, K) = 1 where the bit of words (rows, W) is set, else -1."""
+    """signs (rows, K) = 1 where the bit of words (rows, W) is set, else -1; stored or added (mode_signs)."""
 
     def unpack_word(dst: Pointer, first: Any, word: Value, count: int) -> None:
         """dst[first...] = the signs of a word's lower `count` bits: each lane tests its own bit, a constant mask."""

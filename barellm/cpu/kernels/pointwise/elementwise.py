@@ -40,7 +40,7 @@ def columns_or_flat(op: Op) -> dict[str, Any]:
 
 @kernel("cast", constants=columns_or_flat, views="y", spans="x y")
 def cast(k: KernelBuilder, y, x, *, columns, inner, dims, width, mode_y) -> None:
-    """y = x, converted to the dtype of y, which may be a view (`columns_or_flat`)."""
+    """y = x, converted to the dtype of y, which may be a view (`columns_or_flat`); stored or added (mode_y)."""
     if columns is None:
         loops.elementwise_map(k, k.num_elements(dims) * width, y, x.load, unroll=4, mode=mode_y)
         return

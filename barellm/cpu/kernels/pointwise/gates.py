@@ -208,7 +208,7 @@ def gated_backward(
                 dz_row.store(loops.accumulate(k, dz_row, c, mask, k.to(value, k.vec), modes[1]), c, mask)
 
             def group(n: Value, dy_row=dy_row, src=src, dst_row=dst_row) -> None:
-                """Write dx of the columns of gate n, and dots[n]."""
+                """Write dx of the columns of gate n, and dots[n] = their sum of dy x, which dz needs, in one pass over them."""
                 gate, sums = k.splat(gates.get(n)) * factor_scale, loops.new_accumulators(k, loops.ROW_UNROLL)
                 chains = cycle(range(loops.ROW_UNROLL))  # consecutive vectors go to different accumulators
 

@@ -30,7 +30,7 @@ def prefetch_streams(k: KernelBuilder, i: Any, streams: list[Pointer]) -> None:
 
 @kernel("mix", constants=lambda op: {"numbers": op.numbers, **loops.flat(op.y)}, views=" ".join(COEFFICIENTS))
 def mix(k: KernelBuilder, y, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, dims, width, mode_y) -> None:
-    """y = the sum of k_i x_i over len(numbers) terms, stored or added (mode_y)."""
+    """y = the sum of k_i x_i over len(numbers) terms (1 to 4; further x_i and k_i are None), stored or added (mode_y)."""
     factors = [coefficient(k, number, p) for number, p in zip(numbers, (k0, k1, k2, k3), strict=False)]
     (first, first_factor), *others = zip((x0, x1, x2, x3), factors, strict=False)
 
@@ -86,7 +86,7 @@ def mix_backward(
 
 @lowering("mix_backward", starts=f"{DX} {DK}", views=f"{DK} {' '.join(COEFFICIENTS)}")
 def lower_mix_backward(op: Op, c: Lowering) -> None:
-    """The kernel with partial sums of the learned coefficients' gradients, then the sums of these."""
+    """Call the kernel with partial sums of the learned coefficients' gradients, then add these up in order."""
     numbers = op.numbers
     learned = [i for i, number in enumerate(numbers) if number is None]
     named = op.inputs | op.outputs

@@ -23,7 +23,7 @@ def key_of(k: KernelBuilder, x: Value) -> Value:
 
 
 def count(k: KernelBuilder, keys: Pointer, C: int, least: Value) -> Value:
-    """How many of the C keys of a row are >= `least` (i64)."""
+    """How many of the C keys of a row are >= `least` (i64), counted lane by lane in CHAINS accumulators."""
     sums = [k.var(k.to(0, k.ivec)) for _ in range(CHAINS)]
     bound = k.splat(least)
 

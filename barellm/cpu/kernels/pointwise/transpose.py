@@ -118,7 +118,7 @@ def transpose_plane(k: KernelBuilder, y, x, *, rows, columns) -> None:
 
 
 def transpose_add(k: KernelBuilder, y, y_lo, x, x_lo, *, rows, columns) -> None:
-    """y += x^T in fp32, for any storage format (`_lo`: low planes)."""
+    """y += x^T in fp32, for any storage format of x and y (`_lo`: low planes, or None), by squares of `lanes` x `lanes`."""
     src, dst = storage.Weight(k, x, x_lo), storage.Weight(k, y, y_lo)
 
     def load(offset: Any, further: int, mask: Value | None) -> Value:
@@ -133,7 +133,7 @@ def transpose_add(k: KernelBuilder, y, y_lo, x, x_lo, *, rows, columns) -> None:
 
 @lowering("transpose", adds="y", also=dict.fromkeys("xy", "bf16_i16 fp16_fp32 bf16_u16 e6m9 ue6m10"))
 def lower_transpose(op: Op, c: Lowering) -> None:
-    """To add, convert to fp32; else transpose the bits of each plane."""
+    """Call transpose_add if the op adds to y; else copy the bits of each plane, transposed, whatever they encode."""
     rows, columns = (int(n) for n in op.x.shape)
     sizes = {"rows": rows, "columns": columns}
     if op.modes["y"] == "add":

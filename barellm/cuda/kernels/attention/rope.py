@@ -47,7 +47,7 @@ def rope(
 
 @lowering("rope", starts="y")
 def lower_rope(op: Any, c: Lowering) -> None:
-    """RoPE or its inverse on the first op.heads heads of each row."""
+    """Launch RoPE or its inverse on the first op.heads heads of each row; a program has a block of rows and planes."""
     W, HALF, rows = int(op.x.shape[-1]), int(op.cos.shape[-1]), c.rows(op.x)
     rotary_dim = op.heads * 2 * HALF
     BC = min(WIDE, pow2(max(rotary_dim // 2, W - rotary_dim)))

@@ -135,7 +135,7 @@ def lower_block_matmul_dx(op: Any, c: Lowering) -> None:
 
 @lowering("block_matmul_dw", starts="dweight", also={"places": "i32"})
 def lower_block_matmul_dw(op: Any, c: Lowering) -> None:
-    """The gradients of all blocks, with split-K over the tokens: partial sums, added in order."""
+    """Launch the gradients of all blocks, with split-K over the tokens: partial sums, then their sum in order."""
     layout, rows = op.layout, c.rows(op.x)
     C, K = (n * layout.block for n in layout.shape)
     count, n = len(layout), op.dweight.size

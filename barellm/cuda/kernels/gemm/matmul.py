@@ -188,7 +188,7 @@ def shape_of(c: Lowering, activation: Tensor, weight: Tensor) -> dict[str, Any]:
 @lowering("matmul_dx", starts="dx", also={"weight": PLANES}, views="dy dx")
 @lowering("matmul", starts="y", also={"weight": PLANES}, views="x y")
 def lower_matmul(op: Any, c: Lowering) -> None:
-    """A matmul with a weight or the gradient of its input, and at most one fused op besides a bias."""
+    """Launch a matmul with a weight, or the gradient of its input, with at most one fused op besides a bias."""
     fused = [name for name in op.attrs.get("epilogues", ()) if name != "bias"]
     assert len(fused) <= 1, fused
     weight, more = weight_operand(op.weight), {"epilogue": "".join(fused)}

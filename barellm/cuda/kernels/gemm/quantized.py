@@ -165,7 +165,7 @@ def dequantize(
 
 
 def constants_of(quantization: Scheme, N: int, K: int) -> dict[str, Any]:
-    """The constants that both kernels take, of a weight (N, K) quantized by a scheme."""
+    """The compile-time constants of both kernels, for a weight (N, K) quantized by the scheme; T0 to T3: its table or None."""
     blocks = ceil_div(K, BLOCK)
     table: list[int | None] = [None] * 4
     if quantization.table and quantization.table != INTEGERS:

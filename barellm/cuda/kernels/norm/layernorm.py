@@ -162,7 +162,7 @@ def layernorm_dx(
 
 @device
 def layernorm_dx_long(dx, dy, x, weight, mean, rstd, scalars, rows, C: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr):
-    """dx of one long row, read twice: for the two means, for dx."""
+    """dx of one long row, stored or added (MODE); the row is read twice, in blocks: for the two means, then for dx."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     base = row[:, None] * C
     centre, inverse = statistics(mean, rstd, row, row < rows)

@@ -70,7 +70,7 @@ def layernorm_backward(
 @lowering("rmsnorm_backward", adds="dx", starts="dweight")
 @lowering("layernorm_backward", adds="dx", starts="dweight dbias dx_sum")
 def lower_layernorm_backward(op: Any, c: Lowering) -> None:
-    """One pass over the rows, then the second stage of the column sums (column_sums.py)."""
+    """Launch one pass over the rows, which leaves column sums of chunks, then their second stage (column_sums.py)."""
     C, rows = int(op.x.shape[-1]), c.rows(op.x)
     names = outputs_read(op, "dweight", "dbias", "dx_sum")
     chunks = Chunks(rows, MAX_CHUNKS, MIN_ROWS)

@@ -141,7 +141,7 @@ def lower_polynomial(op: Any, c: Lowering) -> None:
 
 @lowering("gram_apply")
 def lower_apply(op: Any, c: Lowering) -> None:
-    """y = scale x + x b of tall, scale x + b x of wide matrices x."""
+    """Launch y = scale x + x b for tall, scale x + b x for wide matrices x, b being the symmetric polynomial."""
     group: list[Any] = members(op)
     x, entries = group[0].x, sum(o.matrices for o in group)
     (rows, cols), tall = group[0].one(x), group[0].is_tall(x)

@@ -42,7 +42,7 @@ def gate_logits(
     N: tl.constexpr, WX: tl.constexpr, WE: tl.constexpr, X_STRIDE: tl.constexpr, EXTRA_STRIDE: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """The logits z of BR rows: their columns stay in registers, and the gates come one after the other."""
+    """The logits z of BR rows: their columns stay in registers, and each gate's weights are loaded in turn."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     live = row < rows
     v = load_columns(x, row, live, X_STRIDE, WX, BC)
@@ -105,7 +105,7 @@ def gate_logits_backward(
     DX_STRIDE: tl.constexpr, DEXTRA_STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     DX_MODE: tl.constexpr, DEXTRA_MODE: tl.constexpr,
 ):  # fmt: skip
-    """dx, dextra and partials (chunks, N, WX + WE) of dweight; a program has one chunk of `per` rows."""
+    """Store or add dx and dextra, and partials (chunks, N, WX + WE) of dweight; a program has one chunk of `per` rows."""
     begin = tl.program_id(0) * per
     end = tl.minimum(begin + per, rows)
     input_backward(dx, partials, dz, x, weight, scalars, begin, end, N, 0, WX, WX + WE, X_STRIDE, DX_STRIDE, BR, BC, DX_MODE)
@@ -118,7 +118,7 @@ def gate_logits_backward(
 
 @lowering("gate_logits_backward", starts="dx dextra dweight", also={"weight": "bf16_i16 fp16_fp32"}, views="x extra dx dextra")
 def lower_gate_logits_backward(op: Any, c: Lowering) -> None:
-    """dx and dextra, then dweight from the chunks' partials (column_sums.py)."""
+    """Launch dx and dextra with partial sums of dweight, then dweight from these (column_sums.py)."""
     rows, size = c.rows(op.x), op.weight.size
     chunks = Chunks(rows)
     partials = c.scratch("partials", (chunks.planned(op.x.size // int(op.x.shape[-1])), 1, size))

@@ -86,7 +86,7 @@ def random_init(
 
 @lowering("normal_init", "uniform_init", floats="fp32", also={"param": PLANES})
 def lower_random_init(op: Any, c: Lowering) -> None:
-    """Normal (std) or uniform (bound) initial values of a group of parameters with rows of one length."""
+    """Launch the normal (std) or uniform (bound) initial values of a group of parameters with rows of one length."""
     inits, params = members(op), parameters(op)
     normal = inits[0].name == "normal_init"
     C = int(params[0].shape[-1])

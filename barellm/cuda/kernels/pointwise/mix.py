@@ -46,7 +46,7 @@ def mix(
     y, x0, x1, x2, x3, k0, k1, k2, k3, scalars, units,
     NUMBERS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """y = the sum of the terms that are there (x_j not None), BLOCK elements for each program."""
+    """y = the sum of the terms x_j that are not None, each times its coefficient, BLOCK elements for each program."""
     i, mask = flat_indices(units, UNIT, BLOCK)
     total = term(x0, k0, i, mask, NUMBERS[0])
     if x1 is not None:
@@ -89,7 +89,8 @@ def reduce_rows(
     counter, dk0, dk1, dk2, dk3, partials, scalars,
     MODES: tl.constexpr, PARTIALS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """In the last program of the launch: the gradients of the coefficients. MODES: DK_MODES."""
+    """In the last program of the launch: store or add each coefficient's gradient, the sum of its row of partials. MODES:
+    DK_MODES."""
     if is_last_program(counter):
         reduce_row(dk0, partials, scalars, PARTIALS[0], STRIDE, BLOCK, MODES[0])
         reduce_row(dk1, partials, scalars, PARTIALS[1], STRIDE, BLOCK, MODES[1])
@@ -125,7 +126,7 @@ def mix_backward(
 
 @lowering("mix_backward", starts=f"{DX} {DK}", views=f"{DK} {' '.join(COEFFICIENTS)}")
 def lower_mix_backward(op: Any, c: Lowering) -> None:
-    """One launch; partials and the counter only where coefficients are learned."""
+    """Launch all dx_j and dk_j at once; there are partials and a counter only if coefficients are learned."""
     learned = [i for i, number in enumerate(op.numbers) if number is None]
     n, most = c.elements(op.dy), ceil_div(op.dy.size, SPAN)
     named = op.inputs | op.outputs

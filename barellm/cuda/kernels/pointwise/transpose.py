@@ -49,7 +49,7 @@ def transpose_add(y, y_lo, x, x_lo, ROWS: tl.constexpr, COLUMNS: tl.constexpr, T
 
 @lowering("transpose", adds="y", also=dict.fromkeys("xy", "bf16_i16 fp16_fp32 bf16_u16 e6m9 ue6m10"))
 def lower_transpose(op: Any, c: Lowering) -> None:
-    """y = x^T, a launch for each plane of a weight; or y += x^T in one launch."""
+    """Launch y = x^T, once for each plane of a weight, whatever its bits encode; or y += x^T in fp32, once."""
     rows, columns = (int(n) for n in op.x.shape)
     constants = {"ROWS": rows, "COLUMNS": columns, "TILE": TILE}
     grid = ceil_div(rows, TILE) * ceil_div(columns, TILE)
