@@ -34,6 +34,7 @@ class LlmcOrder(Rows):
     To resume at a sample, the random numbers before it are counted and skipped. UserError for a shard shorter than one sample."""
 
     def __init__(self, tokens: TokenStream, *, batch: int, seq: int) -> None:
+        """`batch` x `seq` is the micro-batch that is shuffled."""
         self.tokens, self.batch_size, self.seq = tokens, batch, seq
         self.sizes = [(len(part) - 1) // (batch * seq) for part in tokens.parts]  # samples in a shard
         if not self.sizes or min(self.sizes) < 1:
