@@ -77,8 +77,7 @@ class LlmcOrder(Rows):
         shards = saved["shards"]
         valid = sorted(shards) == list(range(len(self.sizes))) and 0 <= place < len(shards)
         if valid and taken == self.sizes[shards[place]]:
-            # Llm.c opens the next shard only when it needs it
-            place, taken = (place + 1) % len(shards), 0  # it opens the next one when it needs it
+            place, taken = (place + 1) % len(shards), 0  # llm.c opens the next shard only when it needs it
             shards = shards if place else ours.shards
         if (ours.shards, ours.shard, ours.sample) != (shards, place, taken):
             their_text = f"micro-batch {taken} of shard {place} of the list {_short(shards)}"
