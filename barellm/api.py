@@ -104,6 +104,7 @@ class Model:
     """`tokenizer.encode(text)` gives ids, an array of int32, and `tokenizer.decode(ids)` a text."""
 
     def __init__(self, weights: Weights, config: Config, device: str, step: int, total: int | None) -> None:
+        """Made by `load`; nothing is allocated before the first computation."""
         assert weights.tokenizer is not None
         self.config, self.tokenizer = config, weights.tokenizer
         self._weights, self._device, self._step, self._total = weights, device, step, total
@@ -131,7 +132,7 @@ class Model:
         return self._weights.read_rows(name, 0, int(tensors[name].shape[0]))
 
     def logits(self, tokens: ArrayLike) -> np.ndarray:
-        """What the model says of the next token at every position: tokens (B, T) -> logits (B, T, V), float32."""
+        """The next-token logits at every position: tokens (B, T) -> logits (B, T, V), float32."""
         ids = self._ids("tokens", tokens)
         (B, T), V = ids.shape, self.config.model.vocab_size
 
@@ -210,7 +211,7 @@ class Model:
         self, prompt: str | ArrayLike, tokens: int, *, how: Sampling, stop: str | Sequence[str],
         ends: AbstractSet[int] | None = None,
     ) -> tuple[_Place, Generator[str, None, None]]:  # fmt: skip
-        """Looks at the arguments. The session is opened with the first piece."""
+        """Check the arguments; the session is opened when the first piece is generated."""
         tokens = converted("max_new_tokens", tokens, int)
         if tokens < 1:
             raise UserError(f"max_new_tokens is {tokens}, expected at least 1")
@@ -229,7 +230,7 @@ class Model:
     def _pieces(
         self, place: _Place, fed: Sequence[int], written: Callable[..., Written], *, tokens: int, how: Sampling
     ) -> Generator[str, None, None]:
-        """The pieces of a text, for who holds the lock; between two of them anything may have been computed."""
+        """Generate the pieces of a text, with the lock held; between two of them other computations may use the session."""
         pieces: list[str] = []
         text = written(emit=pieces.append)
         try:
@@ -376,6 +377,7 @@ class Model:
             yield session
 
     def _programs(self, wanted: _Wanted) -> dict[str, Any]:
+        """The programs for these sizes, over one store."""
         model, compute = self.config.model, self.config.train.dtype
         evaluated, decoded = "eval" in wanted.programs, "decode" in wanted.programs
         store, programs = build(

@@ -132,8 +132,7 @@ def _loss(p: Program, model: ModelConfig, batch: int, seq: int, *, training: boo
 
 
 def initialise(p: Program, *, frozen: bool = False) -> None:
-    """Append the initialization of all frozen, or all trained, parameters; random ones depend on the scalar seed and their
-    number."""
+    """Append the initialization of all frozen, or all trained, parameters; random ones depend on the scalar seed."""
     copies = []
     for stream, t in enumerate(p.store.of_role("parameter")):
         if t.frozen != frozen:

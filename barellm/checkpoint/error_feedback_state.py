@@ -31,8 +31,7 @@ class ErrorFeedbackState:
             self.tensors[name] = Tensor(name, (self.blocks * int(t.shape[0]), *t.shape[1:]), t.dtype, t.role)
 
     def write_rows(self, name: str, lo: int, values: np.ndarray) -> None:
-        """Write rows of a tensor; of error feedback only this rank's blocks, and summed with those of ranks that no longer
-        exist."""
+        """Write rows of a tensor; of error feedback only this rank's blocks, summed with those of ranks that no longer exist."""
         if name not in self._kept:
             self._stored.write_rows(name, lo, values)
             return

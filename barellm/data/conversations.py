@@ -48,8 +48,7 @@ def encode(found: Sequence[Conversation], tokenizer: Tokenizer) -> Iterator[list
             segmented = split(group, tokenizer)
         except UserError:
             segmented = []
-        # If the whole group failed, one by one: the error names the first culprit
-        for i, one in enumerate(group):  # the first one that fails is named
+        for i, one in enumerate(group):  # one by one if the group failed: the error names the first culprit
             try:
                 yield _encoded(one, segmented[i] if segmented else split([one], tokenizer)[0], tokenizer)
             except UserError as error:

@@ -75,6 +75,7 @@ class Packed:
     `cut` and `dropped` count truncated and dropped examples."""
 
     def __init__(self, examples: Examples, order: list[int], *, seq: int, fill: int, masked: bool = False) -> None:
+        """Truncate and pack the examples in this `order`; `fill` is the token at free positions. UserError if none fits."""
         self.examples, self.seq, self.fill, self.masked = examples, seq, fill, masked
         self.cut = self.dropped = 0
         spans: list[tuple[int, int]] = []  # the tokens [first, last) of each example

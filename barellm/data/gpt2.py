@@ -85,8 +85,7 @@ def _read_folder(folder: Path) -> list[bytes] | None:
 
 
 def _from_merges(content: bytes) -> list[bytes]:
-    """Parse vocab.bpe: a version line, then a merge per line in GPT-2's alphabet. Ids: 256 bytes, merges in order,
-    <|endoftext|>."""
+    """Parse vocab.bpe: a version line, then a merge per line, in GPT-2's alphabet. Ids: bytes, merges in order, <|endoftext|>."""
     byte_of = bpe.printable_bytes()
     end = "\uffff"  # of a line: a byte of a merge may be a line feed
     latin = str.maketrans({c: chr(b) for c, b in byte_of.items()} | {" ": None, "\r": None, "\n": end})

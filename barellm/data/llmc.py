@@ -34,6 +34,7 @@ class LlmcOrder(Rows):
     To resume at a sample, the random numbers before it are counted and skipped. UserError for a shard shorter than one sample."""
 
     def __init__(self, tokens: TokenStream, *, batch: int, seq: int) -> None:
+        """`batch` x `seq` is the micro-batch that is shuffled."""
         self.tokens, self.batch_size, self.seq = tokens, batch, seq
         self.sizes = [(len(part) - 1) // (batch * seq) for part in tokens.parts]  # samples in a shard
         if not self.sizes or min(self.sizes) < 1:
@@ -76,8 +77,7 @@ class LlmcOrder(Rows):
         shards = saved["shards"]
         valid = sorted(shards) == list(range(len(self.sizes))) and 0 <= place < len(shards)
         if valid and taken == self.sizes[shards[place]]:
-            # Llm.c opens the next shard only when it needs it
-            place, taken = (place + 1) % len(shards), 0  # it opens the next one when it needs it
+            place, taken = (place + 1) % len(shards), 0  # llm.c opens the next shard only when it needs it
             shards = shards if place else ours.shards
         if (ours.shards, ours.shard, ours.sample) != (shards, place, taken):
             their_text = f"micro-batch {taken} of shard {place} of the list {_short(shards)}"

@@ -117,6 +117,7 @@ class Batches(Rows):
     one window. A stage of the schedule with another sequence length has windows of its own."""
 
     def __init__(self, tokens: TokenStream, *, seq: int, seed: int, order: str = "epoch") -> None:
+        """`order` is one of ORDERS, as in the class's docstring; the permutations depend on `seed` and it."""
         assert order in ("epoch", "random", "sequential") and seq >= 1
         if len(tokens) < seq + 1:
             raise UserError(
@@ -162,6 +163,7 @@ class Documents(Rows):
     def __init__(
         self, tokens: TokenStream, *, separator: int | None, shape: Callable[[int], tuple[int, int]], span: bool = True
     ) -> None:
+        """Find all documents of the stream, in blocks, so that memory stays bounded."""
         if separator is None:
             raise UserError(f"data.order is 'documents', and the vocabulary of {tokens.name} has no token between them")
         blocks = range(0, len(tokens), BLOCK)

@@ -137,7 +137,7 @@ class Fetcher:
     def _download(self, wanted: Remote) -> None:
         """Download a file to its place once size and SHA-256 are right. Broken connections resume; a wrong hash is retried once."""
         hub = required("huggingface_hub", wanted.path)
-        hub.utils.disable_progress_bars()  # ours is there  # we print our own
+        hub.utils.disable_progress_bars()  # we print our own
         incoming, digest = self.folder / "incoming", ""
         self.report(f"fetching {self.source.repo}: {wanted.path} ({wanted.bytes / 1e6:,.1f} MB)")
         for restart in (False, True):

@@ -15,12 +15,12 @@ from barellm.data.unpacking import is_packed, not_utf8, required, text_chunks
 from barellm.errors import UserError
 from barellm.jsontext import TOO_DEEP, loads
 
-ROWS = 1024  # rows of a Parquet file that are in memory at once
-LONGEST = 1 << 26  # bytes of a record in a compressed file, which could claim to hold one of any length; and of a field of CSV
+ROWS = 1024  # rows of a Parquet file per batch in memory
+LONGEST = 1 << 26  # most bytes of a record in a compressed file (a crafted one could hold an endless record), and of a CSV field
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 DECODER = json.JSONDecoder()
 SPACE = re.compile(r"[ \t\r\n]*")
-CUT_END = 16  # characters before the end of what is held in which JSON that goes on can look wrong
+CUT_END = 16  # a parse error so near the buffer's end may be a cut escape or word, of up to 12 characters (\ud83d\ude00)
 
 
 def preferences(record: dict) -> str:

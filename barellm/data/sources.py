@@ -271,8 +271,7 @@ def _from_shards(data: DataConfig, shards: list[Path], tokenizer: Tokenizer | No
 
 
 def _shard_tokenizer(name: str, folder: Path, given: Tokenizer | None, requested: bool) -> Tokenizer:
-    """The tokenizer saved beside the shards (must equal the given or requested one, if any); else one that can be made without
-    text."""
+    """The tokenizer saved beside the shards (must equal a given or requested one); else one that can be made without text."""
     saved = kinds.load_tokenizer(folder) if (folder / FILE).is_file() else None
     if saved and given and given.name == Ids.name:  # weights that nothing is known of
         return kinds.fitting(saved, given.rows, folder)

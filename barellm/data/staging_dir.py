@@ -24,6 +24,7 @@ class StagingDir:
         self._lock = -1
 
     def __enter__(self) -> StagingDir:
+        """Find or make the working folder beside the output, and lock it."""
         import fcntl
 
         if self.out.exists() and not self.out.is_dir():

@@ -40,8 +40,7 @@ class Tokenizer(chats.Chats):
     unused: Sequence[int] = ()  # ids below vocab_size that stand for no token
 
     def encode(self, text: str, *, special: bool = False) -> np.ndarray:
-        """Token ids of a text, int32. Names of special tokens in it are plain text unless `special`. UserError for text without
-        UTF-8 or id."""
+        """Token ids of a text, int32. Names of special tokens are plain text unless `special`. UserError without UTF-8 or id."""
         if not special or not self.special:
             return self.encode_many([text])[0]
         names = re.compile(f"({'|'.join(map(re.escape, sorted(self.special, key=len, reverse=True)))})")

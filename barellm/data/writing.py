@@ -32,6 +32,7 @@ class ShardWriter:
     part that earlier runs completed; files are truncated to them, which drops what a killed process wrote after its last state."""
 
     def __init__(self, folder: Path, stem: str, *, magic: int, shard_tokens: int, counts: dict[str, int]) -> None:
+        """Truncate the shards to `counts` and remove shards beyond them, which a killed process left."""
         self.folder, self.stem, self.magic, self.shard_tokens = folder, stem, magic, shard_tokens
         self.dtype = FORMATS[magic][1]
         self.counts = dict(counts)

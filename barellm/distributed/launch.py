@@ -142,8 +142,7 @@ def _end_with_parent() -> None:
 
 
 def _pass_on(process: subprocess.Popen[bytes], numbers: dict[int, int]) -> tuple[str, int | None]:
-    """Forward the processes' stdout; returns (the launcher's messages, the reported status or None). Fills `numbers`, {process:
-    rank}."""
+    """Forward the processes' stdout; returns (the launcher's messages, the reported status or None). Fills `numbers`."""
     assert process.stdout is not None
     launcher_lines: list[str] = []
     reported: int | None = None

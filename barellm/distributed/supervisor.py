@@ -36,6 +36,7 @@ class Supervisor(threading.Thread):
         self._exit_order, self._over = exit_order.ExitOrder(), False
 
     def run(self) -> None:
+        """Thread: check the ranks until the end, often until all have been seen."""
         last = time.monotonic()
         while True:
             self._exit_order.wait(LOOK_S if len(self.numbers) >= self._count else SOON_S)

@@ -104,8 +104,7 @@ class Decoder:
             pos += 1
 
     def _fill(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """Prefill each prompt in the cache's first row and copy it to its own (equal prompts once). Returns the logits after
-        each."""
+        """Prefill each prompt in the cache's first row and copy it to its own (equal ones once). Returns the logits after each."""
         logits: list[np.ndarray] = []
         fed: Sequence[int] = []
         for row in reversed(range(len(rows))):

@@ -52,8 +52,7 @@ class Sampling:
 
 
 def sampling(own: Mapping[str, Any], *, seed: int = Sampling.seed, **given: Any) -> Sampling:
-    """The given options (None: not given), else the model's generation_config.json, else defaults. UserError for an unknown
-    name."""
+    """The given options (None: not given), else the model's generation_config.json, else defaults. UserError if unknown."""
     known = {field.name for field in fields(Sampling)}
     for name in given.keys() - known:
         raise UserError(f"unknown option {name!r} of sampling, expected one of {', '.join(sorted(known))}")

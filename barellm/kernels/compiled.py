@@ -21,7 +21,7 @@ from barellm.program.builder import Program, Store
 from barellm.program.tensor import Dim, Tensor
 
 MAX_CACHED = 128  # compiled calls (LRU)
-DIMS = {LEAD: "batch", "B": "batch", "T": "seq"}  # letters of run-time sizes
+DIMS = {LEAD: "batch", "B": "batch", "T": "seq"}  # legend letter -> run-time size: other values need no compilation
 FLOATS = ("fp32", "bf16")
 
 

@@ -258,8 +258,7 @@ SIZES = {"124m": (12, 12, 768), "350m": (24, 16, 1024), "774m": (36, 20, 1280), 
 
 
 def _gpt2(preset: str, size: str, *, lr: float, floor: float = 0.1, max_seq: int = 1024, **how: Any) -> Run:
-    """GPT-2 of one of SIZES, batches of 2^19 tokens; `how`: other keys of [train] and [optim]. The rate decays to `floor` of its
-    peak."""
+    """GPT-2 of one of SIZES, batches of 2^19 tokens; `how`: other keys of [train] and [optim]. `floor`: final rate by the peak."""
     layers, heads, channels = SIZES[size]
     optim: dict[str, Any] = {"warmup": 700} | {key: how.pop(key) for key in list(how) if key in entries(OptimConfig)}
     train: dict[str, Any] = {"steps": 19560, "eval_every": 250, "checkpoint_every": 1000}

@@ -252,8 +252,7 @@ def forward(
 
 
 def decode(p: Program, cfg: Config, tokens_BT: Tensor, caches: tuple[int, int] | None = None, **places: Any) -> Tensor:
-    """fp32 logits (B, 1, Vp) of the last position, with KV caches (rotated keys). Positions, `caches`, `places`: see
-    gpt2.decode."""
+    """fp32 logits (B, 1, Vp) of the last position, with KV caches (keys rotated). Parameters: see gpt2.decode."""
     w = declare(p, cfg)
     shape = tuple(int(n) for n in (*(caches or tokens_BT.shape), cfg.kv_heads * cfg.head_size))
 

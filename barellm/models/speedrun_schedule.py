@@ -74,6 +74,7 @@ class Stages:
         return _staged(self.run)
 
     def step(self, index: int, total: int | None) -> StepPlan:
+        """What step `index` runs: Adam's parameters are updated in every second step, from two steps' gradients."""
         schedule, optim, train, cfg = self.schedule(total), self.run.optim, self.run.train, self._config
         stage, rate = schedule.stages[schedule.index(index)], schedule.lr(index)
         begins = schedule.first(cfg.untie) if cfg.untie < len(schedule.stages) else schedule.total + 1
@@ -92,6 +93,7 @@ class Stages:
         )  # fmt: skip
 
     def on_step(self, session: ScheduledSession, index: int, total: int | None) -> None:
+        """Set the windows, loss weights and YaRN tables of step `index`."""
         schedule, cfg = self.schedule(total), self._config
         number = schedule.index(index)
         short, long = (blocks * cfg.block for blocks in schedule.stages[number].windows)

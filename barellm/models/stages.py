@@ -62,6 +62,7 @@ def parse(text: str, *, key: str) -> tuple[Stage, ...]:
 
 
 def _row(row: str, number: int, key: str) -> Stage:
+    """Parse a row (stage `number`) of the table in `key`. UserError that quotes the faulty word."""
     readers = {"share": Fraction, "seq": int, "document": int, "windows": _windows, "lr": float, "mtp": _weights}
     found = {}
     for word in row.split():

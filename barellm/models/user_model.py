@@ -50,6 +50,7 @@ def add(path: Path) -> None:
 
 
 def _imported(name: str, file: Path) -> ModuleType:
+    """Import the file as module `name`; UserError with the line for a mistake in it."""
     spec = spec_from_file_location(name, file)
     assert spec and spec.loader
     found = sys.modules[name] = module_from_spec(spec)

@@ -113,7 +113,8 @@ class Image:
         return start + region.start, start + region.stop
 
     def _calls(self) -> Iterable[str]:
-        """C source of the call tables, arguments and relocations of all programs."""
+        """C source of the call tables, arguments and relocations of all programs: an argument is a number, or an arena offset that
+        is relocated when the arena is mapped."""
         symbols = sorted({spec.symbol() for spec in self.lowered.specs})
         yield from (f"extern kernel {symbol};" for symbol in symbols)
         rows = []

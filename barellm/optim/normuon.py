@@ -63,8 +63,7 @@ def moments(p: Program, param: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def speedrun_rules(config: OptimConfig) -> list[Rule]:
-    """The table for `optim.name speedrun`: the optimizer of each parameter of models/speedrun.py. `lr` is Adam's, `muon_lr`
-    NorMuon's."""
+    """The table for `optim.name speedrun`: an optimizer for each parameter of models/speedrun.py, at `lr` (Adam) or `muon_lr`."""
     muon = {"rate": "muon_lr", "ns_steps": config.ns_steps}
     muon |= {"beta2": config.normuon, "cautious": config.cautious, "weight_decay": config.weight_decay}
     return [

@@ -56,6 +56,7 @@ class Gradients:
     forward tensors, a recomputed copy being looked up as its original (`key`)."""
 
     def __init__(self, graph: Graph) -> None:
+        """Empty tables; `needs` is set by the walk."""
         self.graph = graph
         self.loss_scale = loss_scale_of(graph)
         self.of: dict[Tensor, Tensor] = {}  # pending: written, and not yet taken by the op that made the forward tensor

@@ -195,7 +195,7 @@ class Graph:
         return Tensor(full if count == 1 else f"{full}.{count}", shape, dtype, "activation")
 
     def eliminate_dead(self) -> None:
-        """Drop ops whose outputs nobody reads: the last add of a recomputed segment, say."""
+        """Drop ops whose outputs are never read, such as the last add of a recomputed segment."""
         live: set[Tensor] = set()
         kept: list[Op] = []
         for op in reversed(self.ops):

@@ -13,8 +13,7 @@ NAMES = ("cpu", "cuda")
 
 
 def backend(name: str) -> ModuleType:
-    """The module `barellm.<name>.backend`: open_session(programs), planned(programs), default_dtype(), describe(),
-    measured_peak(dtype)."""
+    """The module `barellm.<name>.backend`: open_session, planned, default_dtype, describe, measured_peak."""
     if name not in NAMES:
         raise UserError(f"unknown backend {name!r}, expected one of {', '.join(NAMES)}")
     return import_module(f"barellm.{name}.backend")

@@ -133,6 +133,7 @@ class Helper:
                 self._process.kill()
 
     def _feed(self) -> None:
+        """Thread: send jobs to the process and collect results, until there are none or it fails."""
         assert self._process and self._process.stdin and self._process.stdout
         while (taken := self._queue.take()) is not None:
             key, job = taken

@@ -86,9 +86,8 @@ CODED: list[Fusion] = [
 
 
 def products(activations: Iterable[str]) -> list[Fusion]:
-    """The fusions of a matmul with what happens to its result before it is stored, for the `activations` that a backend has
-    emitters of. One kernel, "product", does all of them. It reads in `epilogues` what follows the matmul: "bias", then an
-    activation, or the slope of one, or "residual"."""
+    """Fusions of a matmul with its epilogue, for the `activations` that a backend has emitters of. One kernel, "product", computes
+    all. The attribute `epilogues` lists what follows the matmul: "bias", then an activation, the slope of one, or "residual"."""
     names = list(activations)
     return [
         *(_forward(f"linear_{name}", biased, (name, "x"), name) for name in names for biased in (True, False)),

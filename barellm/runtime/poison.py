@@ -50,7 +50,7 @@ class Guards:
         self.arena._fill(self.plan.persistent_bytes, self.plan.arena_bytes, BYTE)
 
     def check(self, program: str) -> None:
-        """RuntimeError naming each tensor that was written past its end and whose guard nobody owned since."""
+        """RuntimeError naming each tensor that was written past its end (its guard bytes changed and belong to no other tensor)."""
         lives = self.plan.lifetimes[program]
         owned = [(self.plan.offsets[t], self.plan.offsets[t] + t.nbytes) for t in lives]
         wrong = []

@@ -96,6 +96,7 @@ class ReferenceSession:
         self, programs: Mapping[str, Program], *, dtype: str = "float64", storage: bool = False, poison: bool = False,
         table: Iterable[fusion.Fusion] = (), plan: Plan | None = None,
     ) -> None:  # fmt: skip
+        """Parameters as in the class's docstring; `storage` and `poison` as in the module's."""
         self.programs = dict(programs)
         self.store = next(iter(self.programs.values())).store
         table = list(table)
@@ -153,6 +154,7 @@ class ReferenceSession:
         return whole if t.base is t else whole[..., t.first_column : t.first_column + shapes[t][-1]].copy()
 
     def _write(self, t: Tensor, values: np.ndarray, shapes: Mapping[Tensor, tuple[int, ...]]) -> None:
+        """Write an op's result; a view goes into its base's columns."""
         if t.base is not t:
             self.memory.room(t.base, shapes[t.base])
             whole = self.memory.read(t.base, shapes[t.base]).copy()

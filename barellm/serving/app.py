@@ -57,7 +57,7 @@ class State:
 def application(
     state: State, *, key: str = "", hosts: Sequence[str] = ("*",), origins: Sequence[str] = (), routes: Sequence[BaseRoute] = ()
 ) -> Starlette:
-    """The ASGI application. `key`: required API key ("": none). `hosts`: accepted Host names. `origins`: of CORS. `routes`: further
+    """The ASGI application. `key`: API key ("": none). `hosts`: accepted Host names. `origins`: for CORS. `routes`: further
     ones."""
     answers = [Route(f"/v1{path}", partial(_complete, state, chat), methods=["POST"]) for chat, path in PATHS.items()]
     lists = [Route(path, partial(_models, state)) for path in ("/v1/models", "/v1/models/{name:path}")]

@@ -209,8 +209,7 @@ class Engine:
             self._open.close()
 
     def _take_turns(self) -> bool:
-        """Free the slots of ended texts and admit the longest waiting one (one prompt prefills at a time). False: the engine
-        ends."""
+        """Free the slots of ended texts and admit the longest waiting (one prompt prefills at a time). False: the engine ends."""
         with self._changed:
             self._slots.free += [text.slot for text in self._texts if text.ended]
             self._texts = [text for text in self._texts if not text.ended]
@@ -256,7 +255,7 @@ class Engine:
             ticket.tell(Ended("length"))
 
     def _step(self, texts: Sequence[Ticket]) -> None:
-        """One decode step: a token for each text. The batch is padded to `_least` rows with the first, which rewrites the same
+        """One decode step: a token per text. The batch is padded to `_least` rows with its first, which rewrites the same
         values."""
         rows = [*texts, *[texts[0]] * (self._least - len(texts))]
         last, positions = [text.ids[-1:] for text in rows], [[len(text.ids) - 1] for text in rows]

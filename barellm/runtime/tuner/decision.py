@@ -107,10 +107,10 @@ def decide(
     worker: Worker, problem: Any, candidates: Sequence[Candidate], default: Candidate, *,
     refined: Callable[[Candidate], list[Candidate]] = lambda best: [], rivals: Sequence[Candidate] = (), end: float = math.inf,
 ) -> Verdict:  # fmt: skip
-    """Choose the fastest configuration for a problem. Every candidate is checked and screened in SCREEN rounds against `default`;
-    then `refined(best)` gives variants of the fastest one to screen, too. The fastest FINALISTS are timed in FINAL rounds, and the
-    winner must win such a contest twice. `rivals` change the bits: they are timed, never kept. None is begun after `end` (monotonic
-    clock)."""
+    """Choose the fastest configuration for a problem. Every candidate is checked for correctness and screened in SCREEN rounds
+    against `default`; then `refined(best)` gives variants of the fastest one, screened too. The FINALISTS fastest are timed in
+    FINAL rounds, and the winner must win such a contest twice. `rivals` change the bits: they are timed, never kept. No candidate
+    is begun after `end` (monotonic clock)."""
     worker.open(problem)
     rejected: dict[Candidate, str] = {}
     default_s: list[float] = []

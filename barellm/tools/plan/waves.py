@@ -108,8 +108,7 @@ class Tiling:
 
 
 def gemms(built: Any, programs: Iterable[str], sizes: Sizes, codes: Mapping[Any, Code] | None = None) -> dict[Tiling, int]:
-    """Count the tiled GEMMs of CUDA programs at these sizes. `codes`: compiled kernels, for occupancy; others count as 1 block per
-    SM."""
+    """Count the tiled GEMMs of CUDA programs at these sizes. `codes`: compiled kernels, for occupancy (else 1 block per SM)."""
     found: dict[Tiling, int] = {}
     for name in programs:
         for call in built.calls[name]:

@@ -132,6 +132,7 @@ class BlockSparseAttentionBackward(Listed):
         return found if relative is None else found | {"drelative": (relative.shape, "fp32")}
 
     def reference(self, q, k, v, out, dout, lse, rows, columns, masks, relative=None):
+        """`AttentionBackward`'s formulas on the listed pairs; relative terms are indexed by distance (`along_diagonals`)."""
         q, k, v = self.operands(q, k, v)
         do, o = split_heads(dout, self.heads), split_heads(out, self.heads)
         p, _ = self.probabilities(q, k, relative, lse)

@@ -112,8 +112,8 @@ class RoundFloating(PerTarget):
 
 
 def round_floating(x: np.ndarray, emax: int, *, denormals: bool) -> np.ndarray:
-    """fp32 numbers rounded to the nearest with 1-4-3 bits (sign, exponent, fraction) whose largest exponent is `emax`, ties away
-    from zero, as float64. NaN stays; what is beyond the largest, infinity too, becomes it."""
+    """Round fp32 numbers to 1-4-3 bits (sign, exponent, fraction) with largest exponent `emax`, ties away from zero; float64. NaN
+    stays, larger numbers and infinity saturate."""
     with np.errstate(over="ignore"):
         x = np.asarray(x, np.float32).astype(np.float64)
     magnitude, least_normal = np.abs(x), 2.0 ** (emax - EXPONENTS + 1)
