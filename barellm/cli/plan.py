@@ -30,8 +30,8 @@ def configure(parser: options.Parser) -> None:
     )
     parser.add_argument(
         "--card", metavar="NAME",
-        help="plan for a GPU that need not be here, with the roofline of a step by its data sheet: a100, h100, h200, rtx3060, rtx3090, "
-        "rtx4090 or rtx5090",
+        help="plan for a GPU that need not be here, with the roofline of a step by its data sheet: a100, h100, h200, rtx3060, "
+        "rtx3090, rtx4090 or rtx5090",
     )  # fmt: skip
     rare.add_argument(
         "--gemm", type=int, nargs=3, metavar=("M", "N", "K"),

@@ -63,9 +63,9 @@ def gemm_configs(dtype: str, arch: int) -> tuple[GemmConfig, ...]:
 
 
 def select_config(gemm_kind: str, M: int, N: int, K: int, dtype: str, arch: int, sms: int = WAVE) -> GemmConfig:
-    """The configuration with the least estimated time for (M, N) = (M, K) (K, N): waves of `sms` tiles, a multiprocessor each, times
-    the tile's area, so the least wave and tile quantization. A smaller tile loads more for each multiplication, which counts as a tenth of its time for each step down
-    the list. Weight gradients ("tn") use split-K until they fill the card: then a tile is only a part of the work."""
+    """The configuration with the least estimated time for (M, N) = (M, K) (K, N): waves of `sms` tiles times the tile's area, so
+    the least wave and tile quantization. A smaller tile loads more for each multiplication, which counts as a tenth of its time
+    for each step down the list. Weight gradients ("tn") use split-K until they fill the card: then a tile is a part of the work."""
     best, least = None, 0.0
     for step, t in enumerate(gemm_configs(dtype, arch)):
         count = ceil_div(M, t.tile_m) * ceil_div(N, t.tile_n)

@@ -2,23 +2,32 @@
 
 import json
 from importlib import import_module
+from math import isclose
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from barellm.checkpoint import storage
-from barellm.checkpoint.weights import Weights
+from barellm.checkpoint.weights import Weights, parameters
+from barellm.config.fields import entries
 from barellm.data.bpe import BytePairs
 from barellm.data.huggingface import HuggingFace, steps
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
 from barellm.interop import vocabulary
-from barellm.interop.huggingface import Part, hugging_face, parts
+from barellm.interop.huggingface import Part, hugging_face, model_of, parts
 from barellm.program.ops.attention.rope import frequencies
 
 DTYPES = ("fp32", "bf16", "fp16")
-ARCHITECTURES = {"gpt2": "GPT2", "llama": "LLAMA"}  # Hugging Face's name -> the package's
+MODEL_TYPES = {  # general.architecture -> Hugging Face's model_type
+    "gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3", "olmo2": "olmo2", "arcee": "arcee",
+    "granite": "granite", "stablelm": "stablelm", "gptneox": "gpt_neox", "phi3": "phi3", "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+}  # fmt: skip
+ARCHITECTURES = {model_type: name for name, model_type in MODEL_TYPES.items()} | {"mistral": "llama"}
+# Whose rows of a head lie there in the pairs that RoPE rotates.
+PAIRED = ("llama", "mistral", "granite", "smollm3", "arcee")
 SIZES = {  # Hugging Face's key -> the file's, behind the architecture
     "num_hidden_layers": "block_count", "num_attention_heads": "attention.head_count", "hidden_size": "embedding_length",
     "num_key_value_heads": "attention.head_count_kv", "intermediate_size": "feed_forward_length",
@@ -46,17 +55,54 @@ def package(needs: str = "--format gguf needs") -> Any:
 
 
 def refused(model: Any) -> str | None:
-    """Why a model cannot be written as GGUF; None if it can."""
-    kind = hugging_face(model).model_type
-    if kind not in ARCHITECTURES:
-        return f"model.family is {kind!r}, --format gguf has {' and '.join(ARCHITECTURES)}: export it as huggingface"
-    plain = {"attention_bias": "none", "mlp_bias": False, "head_dim": 0, "activation": "silu"} if kind == "llama" else {}
-    for name, one in plain.items():
-        if getattr(model, name) != one:
-            return f"model.{name} is {getattr(model, name)!r}, --format gguf has {one!r}: export it as huggingface"
-    if kind == "llama" and model.rope_factor and model.rope_type not in ("llama3", "linear"):
-        return f"model.rope_type is {model.rope_type!r}, --format gguf has llama3 and linear: export it as huggingface"
+    """Why a model cannot be written as GGUF; None if it can. llama.cpp has much of an architecture in its code, where no file says
+    it; so what a file would say is read back, and a model that comes back as another one is refused."""
+    from barellm.interop import gguf_reader
+
+    known = hugging_face(model)
+    if known.model_type not in ARCHITECTURES:
+        return f"model.family is {known.model_type!r}, --format gguf has {', '.join(ARCHITECTURES)}: export it as huggingface"
+    arch = ARCHITECTURES[known.model_type]
+    said, tensors = _contents(model, arch)
+    names = _names(arch, model)
+    tensors |= {name_of(names, known, part): _zeros(part.shape) for part in parts(known, model, parameters(model))}
+    if known.tied(model):
+        tensors.pop("output.weight", None)
+    head = gguf_reader.Header(Path("GGUF"), np.empty(0), {"general.architecture": arch, **said})
+    try:
+        again = model_of(head.path, gguf_reader.config_of(head, tensors))
+    except UserError as error:
+        return str(error)
+    theirs = _meanings(again)
+    for name, ours in _meanings(model).items():
+        equal = isclose(ours, theirs[name], rel_tol=1e-6) if isinstance(ours, float) else ours == theirs[name]
+        if not equal:
+            return f"model.{name} is {ours!r}, a file of llama.cpp's {arch} would mean {theirs[name]!r}: export it as huggingface"
     return None
+
+
+def _zeros(shape: tuple[int, ...]) -> np.ndarray:
+    return np.broadcast_to(np.float32(0), shape)
+
+
+def _names(arch: str, model: Any) -> Any:
+    """The package's table of tensor names of an architecture."""
+    gguf = package()
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    return gguf.get_tensor_name_map(kind, model.layers)
+
+
+def _meanings(model: Any) -> dict[str, Any]:
+    """The fields of a configuration that decide what it computes, those whose default depends on others replaced by what they mean
+    together."""
+    known = entries(type(model))
+    found = {name: getattr(model, name) for name in known if not known[name].of_run and name not in ("family", "padded_vocab")}
+    if "head_dim" not in found:
+        return found
+    windows = str([model.window_of(i) for i in range(model.layers)])
+    found |= {"head_dim": model.head_size, "sliding_window": windows, "window_layers": windows}
+    found |= {"attention_multiplier": model.attention_multiplier or model.head_size**-0.5}
+    return found | {"rope_attention_factor": model.scaling.multiplier if model.scaling else 1.0}
 
 
 def write(weights: Weights, out: Path, *, dtype: str, name: str, licence: str | None) -> str | None:
@@ -64,8 +110,8 @@ def write(weights: Weights, out: Path, *, dtype: str, name: str, licence: str | 
     vectors and position embeddings in fp32. Returns why it has no tokenizer, or None. UserError if the package is missing."""
     gguf = package()
     known = hugging_face(weights.model)
-    arch = getattr(gguf.MODEL_ARCH, ARCHITECTURES[known.model_type])
-    names = gguf.get_tensor_name_map(arch, weights.model.layers)  # pyright: ignore[reportAttributeAccessIssue]
+    arch = ARCHITECTURES[known.model_type]
+    names, (said, tensors) = _names(arch, weights.model), _contents(weights.model, arch)
     kinds = gguf.GGMLQuantizationType
     matrices = {"fp32": kinds.F32, "bf16": kinds.BF16, "fp16": kinds.F16}[dtype]
 
@@ -73,11 +119,14 @@ def write(weights: Weights, out: Path, *, dtype: str, name: str, licence: str | 
         return matrices if len(part.shape) > 1 and not tensor.startswith("position_embd") else kinds.F32
 
     with storage.new_path(out) as temporary:
-        writer = gguf.GGUFWriter(temporary, gguf.MODEL_ARCH_NAMES[arch])
+        writer = gguf.GGUFWriter(temporary, arch)
         writer.add_name(name)
         if licence is not None:
             writer.add_license(licence)
-        _sizes(writer, weights, getattr(gguf.LlamaFileType, {"fp32": "ALL_F32"}.get(dtype, f"MOSTLY_{matrices.name}")))
+        for key, value in said.items():
+            kind = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING"}[type(value)]
+            writer.add_key_value(key, value, gguf.GGUFValueType[kind])
+        writer.add_file_type(getattr(gguf.LlamaFileType, {"fp32": "ALL_F32"}.get(dtype, f"MOSTLY_{matrices.name}")))
         missing = _tokenizer(writer, weights.tokenizer, weights.model.vocab_size)
         listed = [(name_of(names, known, part), part) for part in parts(known, weights.model, weights.tensors)]
         for tensor, part in listed:
@@ -88,16 +137,18 @@ def write(weights: Weights, out: Path, *, dtype: str, name: str, licence: str | 
             stored = (shape[0], shape[1] * 2) if kind == kinds.BF16 else shape
             numpy_kind = {kinds.F32: np.float32, kinds.F16: np.float16}.get(kind, np.uint8)
             writer.add_tensor_info(tensor, stored, np.dtype(numpy_kind), int(np.prod(shape)) * size, raw_dtype=kind)
-        stretch = _stretch(weights)
-        if stretch is not None:
-            writer.add_tensor_info("rope_freqs.weight", stretch.shape, stretch.dtype, stretch.nbytes)
+        for tensor, array in tensors.items():
+            writer.add_tensor_info(tensor, array.shape, array.dtype, array.nbytes)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor, part in listed:
-            writer.write_tensor_data(gguf.quants.quantize(_array(weights, part), kind_of(tensor, part)))
-        if stretch is not None:
-            writer.write_tensor_data(stretch)
+            array = _array(weights, part)
+            if arch.startswith("gemma") and "norm" in tensor:
+                array = array + 1  # norms multiply by 1 + weight, and llama.cpp's by what is stored
+            writer.write_tensor_data(gguf.quants.quantize(array, kind_of(tensor, part)))
+        for array in tensors.values():
+            writer.write_tensor_data(array)
         writer.close()
         with temporary.open("rb") as file:
             storage.sync(file.fileno())
@@ -113,40 +164,54 @@ def name_of(names: Any, known: Any, part: Part) -> str:
 
 
 def _array(weights: Weights, part: Part) -> np.ndarray:
-    """(out, in) as fp32. Rows of a Llama's queries and keys lie there in pairs that RoPE turns together."""
+    """(out, in) as fp32, with its rows in the file's order."""
     rows = part.shape[-1] if part.transposed else part.shape[0]
     array = weights.read_rows(part.ours, part.first, part.first + rows)
-    if part.name.endswith(("q_proj.weight", "k_proj.weight")):
-        D = weights.model.head_size  # pyright: ignore[reportAttributeAccessIssue]
-        array = array.reshape(-1, 2, D // 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+    for order in (part.order, row_order(hugging_face(weights.model), weights.model, part.name)):
+        if order is not None:
+            moved = np.empty_like(array)
+            moved[order] = array
+            array = moved
     return array
 
 
-def _stretch(weights: Weights) -> np.ndarray | None:
-    """By what llama.cpp divides each of RoPE's frequencies, where they are stretched."""
-    model: Any = weights.model
-    if getattr(model, "scaling", None) is None:
+def row_order(known: Any, model: Any, name: str) -> np.ndarray | None:
+    """Where the rows of Hugging Face's tensor lie in the file's; None: in the same order."""
+    kind = name.rsplit(".", 2)[-2]
+    if kind == "query_key_value":  # there q, k and v of each head, here all q, all k, all v
+        return np.arange(3 * model.heads * model.head_size).reshape(3, model.heads, -1).swapaxes(0, 1).ravel()
+    heads = {"q_proj": getattr(model, "heads", 0), "k_proj": getattr(model, "kv_heads", 0)}.get(kind, 0)
+    if not heads or known.model_type not in PAIRED:
         return None
-    plain, scaled = (frequencies(model.head_size, theta=model.rope_theta, scaling=s) for s in (None, model.scaling))
-    return (plain / scaled).astype(np.float32)
+    return np.arange(heads * model.head_size).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
 
 
-def _sizes(writer: Any, weights: Weights, kind: Any) -> None:
-    """Write the model's hyperparameters under llama.cpp's keys."""
-    model = weights.model
+def _contents(model: Any, arch: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What a file says of the model by llama.cpp's keys, and the tensors that are no parameters: by what it divides RoPE's
+    frequencies."""
     known = hugging_face(model)
     config = {**{key: getattr(model, name) for key, (name, _) in known.sizes.items()}, **known.written(model)}
+    said: dict[str, Any] = {"vocab_size": model.vocab_size}
+    tensors: dict[str, np.ndarray] = {}
     if known.model_type == "gpt2":
-        writer.add_feed_forward_length(4 * model.d_model)
+        said |= {"feed_forward_length": 4 * model.d_model}
         config["layer_norm_epsilon"] = known.kinds["layer_norm_epsilon"][0]
     else:
-        writer.add_rope_dimension_count(config["head_dim"])
-    for key, name in SIZES.items():
-        if key in config:
-            add = writer.add_float32 if isinstance(config[key], float) else writer.add_uint32
-            add(f"{writer.arch}.{name}", config[key])
-    writer.add_vocab_size(model.vocab_size)
-    writer.add_file_type(kind)
+        config["head_dim"] = said["attention.value_length"] = model.head_size
+        said |= {"rope.dimension_count": model.rotated}
+    said |= {name: config[key] for key, name in SIZES.items() if config.get(key) is not None}
+    scaling = getattr(model, "scaling", None)
+    if scaling is not None and scaling.kind == "llama3":
+        plain, scaled = (frequencies(model.rotated, theta=model.rope_theta, scaling=s) for s in (None, scaling))
+        tensors["rope_freqs.weight"] = (plain / scaled).astype(np.float32)
+    elif scaling is not None and scaling.kind == "longrope":
+        said |= {"rope.scaling.original_context_length": scaling.old_seq, "rope.scaling.attn_factor": scaling.multiplier}
+        for name, factors in (("short", scaling.short), ("long", scaling.long)):
+            tensors[f"rope_factors_{name}.weight"] = np.array(factors, np.float32)
+    elif scaling is not None:
+        said |= {"rope.scaling.type": scaling.kind, "rope.scaling.factor": float(scaling.factor)}
+        said |= {"rope.scaling.original_context_length": scaling.old_seq} if scaling.kind == "yarn" else {}
+    return {f"{arch}.{name}": value for name, value in said.items()}, tensors
 
 
 # --- the tokenizer ---

@@ -18,16 +18,9 @@ from barellm.checkpoint.weights import Weights, parameters
 from barellm.data import mapping
 from barellm.errors import UserError
 from barellm.interop import gguf, gguf_tokenizer, huggingface
-from barellm.models.hf_mapping import HuggingFace
 from barellm.program.ops.attention.rope import Scaling, frequencies
 
 MAGIC = b"GGUF"
-MODEL_TYPES = {  # general.architecture -> Hugging Face's model_type
-    "gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3", "olmo2": "olmo2", "arcee": "arcee",
-    "granite": "granite", "stablelm": "stablelm", "gptneox": "gpt_neox", "phi3": "phi3", "gemma2": "gemma2",
-    "gemma3": "gemma3_text",
-}  # fmt: skip
-PAIRED = ("llama", "granite", "smollm3", "arcee")  # whose rows of a head lie there in the pairs that RoPE turns together
 NO_PARAMETER = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight$")
 
 NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
@@ -187,12 +180,12 @@ def _read(path: Path, package: Any, tokenizer: bool) -> Weights:
             )
         heads.append(header(part))
     architecture = head.values.get("general.architecture")
-    if architecture not in MODEL_TYPES:
-        raise UserError(f"{path}: general.architecture is {architecture!r}, expected {' or '.join(map(repr, MODEL_TYPES))}")
+    if architecture not in gguf.MODEL_TYPES:
+        raise UserError(f"{path}: general.architecture is {architecture!r}, expected {' or '.join(map(repr, gguf.MODEL_TYPES))}")
     if head.get("expert_count", 0):
         raise UserError(f"{path}: {architecture}.expert_count is {head.get('expert_count')}, expected a model without experts")
     tensors = {name: _tensor(package, one, name) for one in heads for name in one.infos}
-    config = _config(head, tensors)
+    config = config_of(head, tensors)
     model = huggingface.model_of(path, config)
     known = huggingface.hugging_face(model)
     kinds = {name: kind for kind, name in package.MODEL_ARCH_NAMES.items()}
@@ -204,15 +197,16 @@ def _read(path: Path, package: Any, tokenizer: bool) -> Weights:
         if gguf_name in found:
             t = found[part.name] = found.pop(gguf_name)
             origin[part.name] = origin.pop(gguf_name)
-            t.order, t.shift = _order(known, model, part.name), -1.0 * (architecture.startswith("gemma") and "norm" in gguf_name)
+            t.order = gguf.row_order(known, model, part.name)
+            t.shift = -1.0 * (architecture.startswith("gemma") and "norm" in gguf_name)
     found, origin = ({known.head if name == "output.weight" else name: one for name, one in d.items()} for d in (found, origin))
     weights = huggingface.whole(path, model, found, origin, rows_are_out=True)
     return Weights(path, model, weights.arrays, gguf_tokenizer.read(path, head.values, model.vocab_size) if tokenizer else None)
 
 
-def _config(head: Header, tensors: Mapping[str, Quantized]) -> dict[str, Any]:
+def config_of(head: Header, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of config.json that the file's keys and tensor shapes correspond to. Missing ones get transformers' defaults."""
-    kind = MODEL_TYPES[head.values["general.architecture"]]
+    kind = gguf.MODEL_TYPES[head.values["general.architecture"]]
     config: dict[str, Any] = {key: head.get(name) for key, name in gguf.SIZES.items()}
     for key, value in config.items():
         if isinstance(value, np.ndarray):  # one for each layer
@@ -277,14 +271,3 @@ def _llama3(head: Header, divisors: np.ndarray, config: Mapping[str, Any]) -> di
                 "original_max_position_embeddings": old_length,
             }  # fmt: skip
     raise UserError(f"{head.path}: no llama3 scaling gives the divisors in rope_freqs.weight, the largest of which is {factor:g}")
-
-
-def _order(known: HuggingFace, model: Any, name: str) -> np.ndarray | None:
-    """Where the rows of Hugging Face's tensor lie in the file's; None: in the same order."""
-    kind = name.rsplit(".", 2)[-2]
-    if kind == "query_key_value":  # there q, k and v of each head, here all q, all k, all v
-        return np.arange(3 * model.heads * model.head_size).reshape(3, model.heads, -1).swapaxes(0, 1).ravel()
-    heads = {"q_proj": getattr(model, "heads", 0), "k_proj": getattr(model, "kv_heads", 0)}.get(kind, 0)
-    if not heads or known.model_type not in PAIRED:
-        return None
-    return np.arange(heads * model.head_size).reshape(heads, -1, 2).swapaxes(1, 2).ravel()

@@ -15,7 +15,7 @@ from tests.cuda import cubin
 
 SHARED = 232448  # bytes that a block may have on sm_90; sm_80 and sm_100 differ
 COUNTED = ("HGMMA", "QGMMA", "WARPGROUP", "HMMA", "UTMALDG", "UTMASTG", "UTCHMMA")
-RAW = {80: "SM80", 86: "SM86", 89: "SM89", 90: "SM90a", 100: "SM100a", 120: "SM120"}  # what nvdisasm calls bare instructions of a card
+RAW = {80: "SM80", 86: "SM86", 89: "SM89", 90: "SM90a", 100: "SM100a", 120: "SM120"}  # nvdisasm's names
 
 Row = dict[str, int]
 

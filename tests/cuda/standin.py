@@ -13,7 +13,8 @@ from tests.simulators.gluon_stub import has_roles
 
 ROW = 128  # bytes of a row of shared memory as the tensor memory accelerator fills it: the widest swizzle
 SHARED = 64 << 10
-PARAMETERS_AT = {75: 0x160, 80: 0x160, 86: 0x160, 89: 0x160, 90: 0x210, 100: 0x380, 120: 0x380}  # bytes into constant memory, by compute capability
+# Bytes into constant memory, by compute capability.
+PARAMETERS_AT = {75: 0x160, 80: 0x160, 86: 0x160, 89: 0x160, 90: 0x210, 100: 0x380, 120: 0x380}
 ROLES_THREADS = 384  # of a kernel whose warps have roles: twelve warps
 ELEMENTS = {  # of tensor maps: the driver's number, and the one that Triton's metadata has
     "bf16": (int(real.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16), 10, 2),

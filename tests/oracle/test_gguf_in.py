@@ -14,7 +14,7 @@ gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
 
 from barellm.checkpoint.weights import Weights  # noqa: E402
-from barellm.interop.gguf_reader import MODEL_TYPES, PAIRED  # noqa: E402
+from barellm.interop.gguf import MODEL_TYPES, PAIRED  # noqa: E402
 from barellm.interop.sources import open_weights  # noqa: E402
 from tests.chat import families as pipelines  # noqa: E402
 from tests.chat.families import library  # noqa: E402
