@@ -215,6 +215,7 @@ class Run(Inputs):
             "barellm": agreement.version(), "the text": f"{self.data.name} ({self.data.hash})",
             "the configuration": overrides.to_json(self.config), "the tokenizer": self.data.tokenizer.hash,
             "the instruction set": meta["isa"], "the checkpoint": self.start.meta["step"] if self.start else None,
+            "the base": self.base.get("hash"),
         }  # fmt: skip
 
     def _finish(self, output: Output, compiled: CompiledModel, loop: Loop, decoder: Decoder, stop: Stopping) -> bool:

@@ -177,7 +177,7 @@ def test_mistakes_are_one_line_and_cost_nothing(tune, base, refused, tmp_path):
     assert "expected one of them" in refused(*start, "--train-only", "h.1.*", "--adapt", "lora")
     assert "name them with --init-from" in refused("train", "llama-15m", "--data", text, "--adapt", "lora", "--out", out)
     assert "nothing is frozen" in refused(*start, "--adapter.base", "int4")
-    assert "--ranks is 2" in refused("plan", "llama-15m", "--adapt", "lora", "--ranks", "2")
+    assert "optim.powersgd is 2: expected 0" in refused(*start, "--adapt", "lora", "--optim.powersgd", "2")
     assert "export it as peft, or add --merge" in refused("export", run, "--format", "hf", "--out", out)
     assert "leave out --merge" in refused("export", base, "--format", "hf", "--merge", "--out", out)
     assert "expected a run that trained an adapter" in refused("export", base, "--format", "peft", "--out", out)
