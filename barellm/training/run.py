@@ -87,7 +87,8 @@ class Run(Inputs):
             if self.base:
                 compiled.session.run("init", seed=self.config.train.seed)
             self.weights.load(compiled.loading)
-            self.console.line(f"initialized with the weights of {self.weights.path}")
+            adapter = f" and the adapter of {self.config.train.init_from}" if self.weights.trained else ""
+            self.console.line(f"initialized with the weights of {self.weights.path}{adapter}")
 
     def _named_base(self) -> dict[str, str]:
         """The path and the hash of the weights of which some are frozen. UserError where there are none."""
