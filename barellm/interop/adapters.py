@@ -143,13 +143,13 @@ def continued(base: Weights, adapter: Adapter, config: Config, changes: Mapping[
     }
     known |= {"base": adapter.codes} if adapter.codes and "adapter.base" not in changes else {}
     own = replace(config.adapter, **known)
-    asked = {key: getattr(config.adapter, key) for key in known if f"adapter.{key}" in changes and key != "base"}
-    wanted = replace(own, **{key: value for key, value in asked.items() if (key, value) != ("method", "lora")})
+    requested = {key: getattr(config.adapter, key) for key in known if f"adapter.{key}" in changes and key != "base"}
+    wanted = replace(own, **{key: value for key, value in requested.items() if (key, value) != ("method", "lora")})
     same = set(targeted(base.model, wanted.targets)) == set(adapter.pairs)
     if wanted.rank != rank or not isclose(wanted.scale, scale) or not same:
         found = f"{adapter.path} is an adapter of rank {rank} times {scale:g} on {known['targets']}"
         raise UserError(
-            f"{found}, the command line says {asked}: leave that out, or begin with what barellm export --merge makes of it"
+            f"{found}, the command line says {requested}: leave that out, or begin with what barellm export --merge makes of it"
         )
     trained: dict[str, np.ndarray] = {}
     for m in targeted(base.model, own.targets):
