@@ -24,7 +24,7 @@ from barellm.config import Config, aliases, overrides
 from barellm.config.aliases import PRESETS
 from barellm.config.fields import converted, path_of
 from barellm.errors import UserError, shown
-from barellm.interop.sources import open_base, open_weights
+from barellm.interop.sources import begin_from, open_base
 from barellm.training import curve, metrics, run
 from barellm.training.console import Console
 from barellm.training.resume import resume_from
@@ -152,8 +152,7 @@ def train(
             chosen, keys, start = requested.chosen()
         weights = None
         if chosen.train.init_from and start is None:
-            weights = open_weights(Path(chosen.train.init_from), tokenizer=str(keys.get("data.tokenizer", "")))
-            chosen = weights.configured(chosen, keys)
+            chosen, weights = begin_from(chosen, keys)
         elif start and chosen.adapter.active:
             weights = open_base(start.meta, start.path)
         chosen.check()

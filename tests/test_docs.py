@@ -60,16 +60,39 @@ def test_python_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
         REGISTRY.entries.update(before)
 
 
+def run_notebook(name: str, change: dict[str, str] | None = None) -> dict[str, object]:
+    """The names that its cells leave, run from top to bottom. `change`: texts of the first one that are others here."""
+    names: dict[str, object] = {"__name__": "notebook"}
+    cells = [cell for cell in json.loads((ROOT / "examples" / name).read_text())["cells"] if cell["cell_type"] == "code"]
+    for cell in cells:
+        code = "".join(cell["source"])
+        for old, new in (change or {}).items() if cell is cells[0] else ():
+            assert old in code, old
+            code = code.replace(old, new)
+        exec(compile(code, cell["id"], "exec"), names)
+    return names
+
+
 @pytest.mark.extended
 def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path))
     monkeypatch.setenv("MPLBACKEND", "agg")
-    names: dict[str, object] = {"__name__": "notebook"}
-    for cell in json.loads((ROOT / "examples" / "train_and_sample.ipynb").read_text())["cells"]:
-        if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
-    run = names["run"]
+    run = run_notebook("train_and_sample.ipynb")["run"]
     assert isinstance(run, barellm.Run) and run.losses[-1] < 0.75 * run.losses[0]
+
+
+@pytest.mark.extended
+def test_the_notebook_of_an_adapter_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    """In a few steps, after which no answer is right yet."""
+    monkeypatch.setenv("BARELLM_CACHE", str(tmp_path))
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(900)))
+    few = {'"stdlib", 400, 1200, 600': f'"{tmp_path / "text.txt"}", 4, 40, 2'}
+    names = run_notebook("finetune_units.ipynb", few)
+    tuned, right = names["tuned"], names["right"]
+    assert isinstance(tuned, barellm.Run) and tuned.losses[-1] < 0.85 * tuned.losses[0]
+    assert right == {None: 0, "units": 0}
 
 
 @each_page

@@ -1,7 +1,7 @@
 """A model's weights where they lie, by barellm's names: what a run may begin with, and what is exported."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -65,7 +65,8 @@ class Stack:
 @dataclass(frozen=True)
 class Weights:
     """`arrays`: by barellm's names, matrices (out, in), in fp32, bf16 or fp16; those with a row for each id have at least
-    vocab_size rows. They are views of mapped files, read when they are used. `tokenizer` None: nothing says which.
+    vocab_size rows. They are views of mapped files, read when they are used. `tokenizer` None: nothing says which. `trained`: the
+    matrices of adapters that a run goes on to train on top of them.
 
     As a source of rows it is what a session is, so that `checkpoint` and `tensorfile` write either."""
 
@@ -73,6 +74,7 @@ class Weights:
     model: ModelConfig
     arrays: Mapping[str, RowsOfArray]
     tokenizer: tokenizers.Tokenizer | None
+    trained: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -106,6 +108,8 @@ class Weights:
             for lo, hi in tensorfile.pieces(t.shape, itemsize=4):
                 session.write_rows(name, lo, self.read_rows(name, lo, hi))
             mapping.release()
+        for name, array in self.trained.items():
+            session.write_rows(name, 0, array)
         mapping.check()
 
     def configured(self, config: Config, changes: Mapping[str, Any]) -> Config:

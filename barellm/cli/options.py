@@ -309,7 +309,6 @@ def with_weights(config: Config, changes: Mapping[str, object]) -> tuple[Config,
     """`config` with the sizes of the weights that it says to begin with, and those. `changes`: what the user asked for."""
     if not config.train.init_from:
         return config, None
-    from barellm.interop.sources import open_weights
+    from barellm.interop.sources import begin_from
 
-    weights = open_weights(Path(config.train.init_from), tokenizer=str(changes.get("data.tokenizer", "")))
-    return weights.configured(config, changes), weights
+    return begin_from(config, changes)

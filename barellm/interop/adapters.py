@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,39 @@ def of_checkpoint(step: Path, model: ModelConfig) -> Adapter:
     return Adapter(step, pairs, {}, adapter.codes)
 
 
+def continued(base: Weights, adapter: Adapter, config: Config, changes: Mapping[str, Any]) -> tuple[Config, Weights]:
+    """`base` with A and B of an adapter as what a run goes on to train, and `config` with its rank, scale and modules. UserError
+    where `changes` ask for others, and where its modules differ in them: one run has one rank and one scale."""
+    shapes = {(len(pair.a), pair.scale) for pair in adapter.pairs.values()}
+    if len(shapes) > 1:
+        raise UserError(
+            f"{adapter.path} has modules of different ranks or scales, expected one for all: merge it by barellm export"
+        )
+    (rank, scale), config = shapes.pop(), base.configured(config, changes)
+    known = {
+        "method": f"lora:{rank}",
+        "alpha": float(f"{scale * rank:.12g}"),
+        "rslora": False,
+        "targets": ",".join(_targets(base.model, adapter)),
+    }
+    known |= {"base": adapter.codes} if adapter.codes and "adapter.base" not in changes else {}
+    own = replace(config.adapter, **known)
+    requested = {key: getattr(config.adapter, key) for key in known if f"adapter.{key}" in changes and key != "base"}
+    wanted = replace(own, **{key: value for key, value in requested.items() if (key, value) != ("method", "lora")})
+    same = set(targeted(base.model, wanted.targets)) == set(adapter.pairs)
+    if wanted.rank != rank or not isclose(wanted.scale, scale) or not same:
+        found = f"{adapter.path} is an adapter of rank {rank} times {scale:g} on {known['targets']}"
+        raise UserError(
+            f"{found}, the command line says {requested}: leave that out, or begin with what barellm export --merge makes of it"
+        )
+    trained: dict[str, np.ndarray] = {}
+    for m in targeted(base.model, own.targets):
+        (a, b), pair = m.factors, adapter.pairs[m]
+        trained[a] = np.concatenate([trained[a], pair.a]) if a in trained else pair.a
+        trained[b] = pair.b
+    return replace(config, adapter=own), replace(base, trained=trained)
+
+
 # --- PEFT's folders ---
 
 
@@ -214,15 +248,20 @@ class _Theirs:
 
 
 def _config(adapter: Adapter, config: Config, base: str) -> dict[str, Any]:
-    """The content of PEFT's adapter_config.json; target_modules are short names if these match no other modules."""
-    all_modules, known = modules(config.model), family(config.model)
+    """The content of PEFT's adapter_config.json."""
+    known = family(config.model)
     assert known is not None
-    leaves = list(dict.fromkeys(m.leaf for m in adapter.pairs))
-    unambiguous = len(adapter.pairs) == sum(m.leaf in leaves for m in all_modules)
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": config.adapter.rank,
         "lora_alpha": config.adapter.alpha, "lora_dropout": config.adapter.dropout, "use_rslora": config.adapter.rslora,
-        "target_modules": leaves if unambiguous else [m.name for m in adapter.pairs], "bias": "none", "use_dora": False,
+        "target_modules": _targets(config.model, adapter), "bias": "none", "use_dora": False,
         "fan_in_fan_out": any(known.transposed(m.weight) for m in adapter.pairs), "init_lora_weights": True, "inference_mode": True,
         "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
     }  # fmt: skip
+
+
+def _targets(model: ModelConfig, adapter: Adapter) -> list[str]:
+    """Names that match the adapter's modules and no others: the last parts of their names, if these do, else full names."""
+    leaves = list(dict.fromkeys(m.leaf for m in adapter.pairs))
+    unambiguous = len(adapter.pairs) == sum(m.leaf in leaves for m in modules(model))
+    return leaves if unambiguous else [m.name for m in adapter.pairs]

@@ -9,6 +9,7 @@ from typing import Any
 from barellm import models
 from barellm.checkpoint import checkpoint
 from barellm.checkpoint.weights import Weights, of_checkpoint
+from barellm.config import Config
 from barellm.config.aliases import PRESETS
 from barellm.data.kinds import check_kind, fitting, load_tokenizer, make_tokenizer
 from barellm.data.tokenizers import Ids
@@ -25,20 +26,46 @@ def open_weights(path: Path, *, tokenizer: str = "") -> Weights:
     if weights is None:
         if not checkpoint.holds_any(path):
             raise UserError(f"{path} holds no model, expected {KNOWN}")
-        step, wrong = checkpoint.find(path)
-        for text in wrong:
-            print(f"barellm: warning: skipped {text}", file=sys.stderr)
-        weights = _of_step(step)
+        weights = _of_step(_newest(path))
     return _with_tokenizer(weights, tokenizer) if tokenizer else weights
 
 
+def _newest(path: Path) -> Path:
+    step, wrong = checkpoint.find(path)
+    for text in wrong:
+        print(f"barellm: warning: skipped {text}", file=sys.stderr)
+    return step
+
+
 def _of_step(step: Path) -> Weights:
-    meta = checkpoint.read_meta(step)
-    if "base" not in meta:
+    if "base" not in checkpoint.read_meta(step):
         return of_checkpoint(step)
-    base = open_base(meta, step)
+    base, found = _apart(step)
+    return adapters.merged(base, found, path=step)
+
+
+def _apart(step: Path) -> tuple[Weights, adapters.Adapter]:
+    """The base that a checkpoint names, with the tokenizer of the run, and what was trained on top of it."""
+    base = open_base(checkpoint.read_meta(step), step)
     own = load_tokenizer(step, rows=base.model.vocab_size)
-    return replace(adapters.merged(base, adapters.of_checkpoint(step, base.model), path=step), tokenizer=own)
+    return replace(base, tokenizer=own), adapters.of_checkpoint(step, base.model)
+
+
+def begin_from(config: Config, changes: Mapping[str, Any]) -> tuple[Config, Weights]:
+    """The weights that `config` says to begin with, and `config` with their sizes. An adapter, a run's or PEFT's, goes on being
+    trained on top of its base where the run trains adapters; else it is merged. `changes`: what the user asked for."""
+    path, tokenizer = Path(config.train.init_from), str(changes.get("data.tokenizer", ""))
+    if config.adapter.method and (path / adapters.CONFIG).is_file():
+        base = _base_of_peft(path, tokenizer)
+        return adapters.continued(base, adapters.read(path, base.model), config, changes)
+    if config.adapter.method and path.exists() and checkpoint.holds_any(path):
+        step = _newest(path)
+        if "base" in checkpoint.read_meta(step):
+            base, found = _apart(step)
+            if found.pairs:
+                return adapters.continued(_with_tokenizer(base, tokenizer) if tokenizer else base, found, config, changes)
+    weights = open_weights(path, tokenizer=tokenizer)
+    return weights.configured(config, changes), weights
 
 
 def with_adapter(weights: Weights, path: str | Path) -> Weights:

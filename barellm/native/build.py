@@ -28,6 +28,7 @@ PARTS = ("runtime.c", "sampling.c", "checkpoint.c", "xxh3.c", "image.c")  # of t
 DRIVERS = {"train": ("train.c", "driver.c", "shards.c", "settings.c"), "sample": ("sample.c", "driver.c")}
 # Without contraction, as Python computes: a rate of the schedule must have the same bits. Tensors are read as bytes and as numbers.
 OPTIONS = ("-std=gnu11", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread", "-Wall", "-Wno-format-truncation")
+ADAPTED = "'': it draws all its weights from the seed, and has no file for those that are frozen"
 EXPORTED = "{ global: barellm_*; local: *; };\n"
 
 
@@ -72,7 +73,7 @@ def check(run: Run) -> None:
     if model_schedule(config) is not None:
         raise UserError(f"runs of {config.preset!r} have stages, expected a preset whose steps are all alike")
     for key, value, expected in (
-        ("adapter.method", config.adapter.method, "''"), ("adapter.train_only", config.adapter.train_only, "''"),
+        ("adapter.method", config.adapter.method, ADAPTED), ("adapter.train_only", config.adapter.train_only, ADAPTED),
         ("train.minutes", config.train.minutes, "0: say --train.minutes 0 and --steps N"),
         ("train.epochs", config.train.epochs, "0: say --steps N"), ("optim.skip_loss_z", config.optim.skip_loss_z, "0"),
         ("optim.skip_norm_z", config.optim.skip_norm_z, "0"),

@@ -19,7 +19,7 @@ def check(config: Config, *, device: str, ranks: Ranks) -> None:
     """Raise a UserError for settings that a run on several ranks, or one with frozen weights (an adapter), does not support."""
     adapter = config.adapter
     for what, found, expected in (
-        ("--device", device if device == "cuda" else "", "cpu"), ("--ranks", ranks.count if ranks.count > 1 else 0, "one"),
+        ("--device", device if device == "cuda" else "", "cpu"),
         ("train.exponent_stats", config.train.exponent_stats, "0"), ("optim.powersgd", config.optim.powersgd, "0"),
         ("the preset", config.preset if model_schedule(config) is not None else "", "one whose steps are all alike"),
     ):  # fmt: skip

@@ -88,7 +88,8 @@ class Run(Inputs):
             if self.base:
                 compiled.session.run("init", seed=self.config.train.seed)
             self.weights.load(compiled.loading)
-            self.console.line(f"initialized with the weights of {self.weights.path}")
+            adapter = f" and the adapter of {self.config.train.init_from}" if self.weights.trained else ""
+            self.console.line(f"initialized with the weights of {self.weights.path}{adapter}")
 
     def _named_base(self) -> dict[str, str]:
         """The path and the hash of the weights of which some are frozen. UserError where there are none."""
@@ -218,6 +219,7 @@ class Run(Inputs):
             "barellm": agreement.version(), "the text": f"{self.data.name} ({self.data.hash})",
             "the configuration": overrides.to_json(self.config), "the tokenizer": self.data.tokenizer.hash,
             "the instruction set": meta["isa"], "the checkpoint": self.start.meta["step"] if self.start else None,
+            "the base": self.base.get("hash"),
         }  # fmt: skip
 
     def _finish(self, output: Output, compiled: CompiledModel, loop: Loop, decoder: Decoder, stop: Stopping) -> bool:

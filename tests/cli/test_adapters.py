@@ -150,6 +150,43 @@ def test_a_base_with_an_adapter_is_one_model_everywhere(tune, base, base_format,
     assert losses == pytest.approx(losses[:1] * len(losses), abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["run", "peft"])
+def test_an_adapter_goes_on_being_trained(tune, base, tmp_path, kind, refused, capsys):
+    """With a learning rate of 0 the model stays the one that the adapter made, and the run is on top of the same base; `--adapt
+    lora` takes rank, scale and modules from it."""
+    first = tune(*LORA, "--adapter.alpha", "2")
+    if kind == "peft":
+        assert main(["export", str(first), "--format", "peft", "--out", str(tmp_path / "peft")]) == 0
+    source = {"run": first, "peft": tmp_path / "peft"}[kind]
+    still = tune("--init-from", str(source), "--adapt", "lora", "--lr", "0", "--steps", "1", out="still")
+    assert f"initialized with the weights of {step_of(base)} and the adapter of {source}" in capsys.readouterr().out
+    np.testing.assert_array_equal(logits(still), logits(first))
+    one, two = (tensorfile.mapped(step_of(run) / checkpoint.WEIGHTS) for run in (first, still))
+    assert one.keys() == two.keys() and all(np.array_equal(one[name], two[name]) for name in one)
+    assert checkpoint.read_meta(step_of(still))["base"] == checkpoint.read_meta(step_of(first))["base"]
+    more = tune("--init-from", str(source), "--adapt", "lora:3", "--adapter.targets", "*q_proj,*down_proj", "--lr", "0.05",
+                "--steps", "2", out="more")  # fmt: skip
+    assert np.abs(logits(more) - logits(first)).max() > 1e-3
+    start = ("train", "llama-15m", "--init-from", source, "--data", base.parent / "text.txt", "--device", "reference")
+    for words in (
+        ("--adapt", "lora:4"),
+        ("--adapt", "lora", "--adapter.alpha", "3"),
+        ("--adapt", "lora", "--adapter.targets", "q_proj"),
+    ):
+        assert f"of rank 3 times {2 / 3:g} on q_proj,down_proj" in refused(*start, *words, "--out", tmp_path / "no")
+
+
+def test_adapters_of_several_ranks_and_whole_parameters_do_not_go_on(tune, tmp_path, refused, base):
+    assert main(["export", str(tune(*LORA)), "--format", "peft", "--out", str(tmp_path / "peft")]) == 0
+    file = tmp_path / "peft" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"alpha_pattern": {"q_proj": 5}}))
+    start = ("train", "llama-15m", "--data", base.parent / "text.txt", "--device", "reference", "--adapt", "lora")
+    assert "different ranks or scales" in refused(*start, "--init-from", tmp_path / "peft", "--out", tmp_path / "no")
+    some = tune("--train-only", "norm.weight", "--steps", "1", "--lr", "0.1", out="some")
+    over = tune("--init-from", str(some), "--adapt", "lora:2", "--steps", "1", out="over")  # a new adapter on top of all of it
+    assert checkpoint.read_meta(step_of(over))["base"]["path"] == str(step_of(some))
+
+
 @pytest.mark.extended
 def test_adapters_of_one_base_by_name(tune, base):
     one, two = tune(*LORA), tune(*LORA, "--seed", "5", out="two")
@@ -177,7 +214,7 @@ def test_mistakes_are_one_line_and_cost_nothing(tune, base, refused, tmp_path):
     assert "expected one of them" in refused(*start, "--train-only", "h.1.*", "--adapt", "lora")
     assert "name them with --init-from" in refused("train", "llama-15m", "--data", text, "--adapt", "lora", "--out", out)
     assert "nothing is frozen" in refused(*start, "--adapter.base", "int4")
-    assert "--ranks is 2" in refused("plan", "llama-15m", "--adapt", "lora", "--ranks", "2")
+    assert "optim.powersgd is 2: expected 0" in refused(*start, "--adapt", "lora", "--optim.powersgd", "2")
     assert "export it as peft, or add --merge" in refused("export", run, "--format", "hf", "--out", out)
     assert "leave out --merge" in refused("export", base, "--format", "hf", "--merge", "--out", out)
     assert "expected a run that trained an adapter" in refused("export", base, "--format", "peft", "--out", out)

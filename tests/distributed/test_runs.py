@@ -178,6 +178,36 @@ def test_a_run_goes_on_with_any_number_of_ranks(place, pair, count):
             np.testing.assert_allclose(values, theirs[tensor], atol=2e-3, err_msg=tensor)
 
 
+def losses_of(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row.get("loss") or row["val_nats"] for row in rows if row["kind"] in ("train", "eval")]
+
+
+@pytest.mark.parametrize(
+    "adapted", [("--adapt", "lora:2", "--adapter.base", "nf4"), ("--train-only", "h.0.*")], ids=["qlora", "some"]
+)
+def test_adapters_train_on_ranks_and_go_on_with_another_number(place, pair, adapted):
+    """The losses are those of one process; a checkpoint holds what is trained alone, and any number of ranks resumes from it."""
+    name, start = adapted[0].strip("-"), (*STEPS, "--init-from", "pair", "--lr", "0.01", *adapted)
+    command = [sys.executable, "-m", "barellm", "train", "shakespeare-char", "--data", "text.txt", *SIZES[8:], *start]
+    for count in ("1", "2"):
+        done = finished([*command, "--ranks", count, "--out", f"{name}-{count}"], place)
+        assert done.returncode == 0, done.stderr
+    one, two = (place / f"{name}-{count}" for count in (1, 2))
+    np.testing.assert_allclose(losses_of(two), losses_of(one), rtol=1e-5)
+    files = [checkpoint.find(path)[0] / checkpoint.WEIGHTS for path in (one, two)]
+    assert tensorfile.read_header(files[0]) == tensorfile.read_header(files[1])
+    assert all(".lora_" in key or (adapted[1] == "h.0.*" and key.startswith("h.0.")) for key in tensorfile.mapped(files[0]))
+    subprocess.run(["cp", "-r", str(two), str(place / f"{name}-again")], check=True)
+    for folder, ranks in ((place / f"{name}-again", "3"), (two, "2")):
+        before = tensors(folder, 4)
+        subprocess.run(["rm", "-r", str(checkpoint.step_folder(folder / "checkpoints", 4))], check=True)
+        done = finished([*command[:4], "--out", str(folder), "--resume", "--ranks", ranks], place)
+        assert done.returncode == 0, done.stderr
+        np.testing.assert_allclose(losses_of(folder), losses_of(one), rtol=1e-5)
+        assert (tensors(folder, 4) == before) == (ranks == "2"), "with as many ranks as before the bytes are the same"
+
+
 @pytest.mark.parametrize(
     "more, complaint",
     [

@@ -24,7 +24,7 @@ from barellm import models
 from barellm.assembly.build import build_programs, open_model, resolved
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main
-from barellm.config import overrides
+from barellm.config import AdapterConfig, overrides
 from barellm.cpu.isa import host
 from barellm.cpu.step import lower_and_plan
 from barellm.data.tokenizers import Bytes
@@ -515,6 +515,12 @@ def test_no_key_of_training_is_lost():
     for key in ("hellaswag", "init_from", "track"):
         job = SimpleNamespace(config=replace(config, train=replace(train, **{key: "tensorboard"})), data=None)
         with pytest.raises(UserError, match=f"^train.{key} is 'tensorboard', and a program without Python does not do that"):
+            check(job)
+    for key, value in (("method", "lora:8"), ("train_only", "h.0.*")):
+        job = SimpleNamespace(config=replace(config, adapter=AdapterConfig(**{key: value})), data=None)
+        with pytest.raises(
+            UserError, match=f"^adapter.{key} is '{re.escape(value)}', and a program .*no file for those that are frozen$"
+        ):
             check(job)
     plain = image_of(config)
     for key in {f.name for f in fields(train)} - REFUSED - NOT_HERE:

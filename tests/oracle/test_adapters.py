@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from barellm.assembly.build import build_programs, opened  # noqa: E402
 from barellm.config import AdapterConfig, Config, OptimConfig, TrainConfig  # noqa: E402
 from barellm.errors import UserError  # noqa: E402
 from barellm.interop import adapters  # noqa: E402
-from barellm.interop.sources import open_weights, with_adapter  # noqa: E402
+from barellm.interop.sources import begin_from, open_weights, with_adapter  # noqa: E402
 from barellm.models import families  # noqa: E402
 from barellm.models.adapters import DEFAULTS, modules, targeted  # noqa: E402
 from tests.oracle.families import Case, batch_of, case  # noqa: E402
@@ -94,6 +95,11 @@ def test_twenty_steps_are_pefts(tmp_path, family):
             if ".lora_B." in name and t.role == "parameter":
                 session.write_rows(name, 0, np.random.default_rng(len(name)).normal(size=t.shape).astype(np.float32) * 0.1)
         adapters.write(adapter_in(session, config), tmp_path / "start", config=config, base=str(tmp_path / "base"))
+        start = replace(config, adapter=AdapterConfig("lora"), train=replace(config.train, init_from=str(tmp_path / "start")))
+        begun, weights = begin_from(start, {"adapter.method": "lora"})
+        assert (begun.adapter.rank, begun.adapter.scale) == (3, pytest.approx(config.adapter.scale))
+        session.run("init", seed=8)  # other A, B zero: what the steps begin with is the folder's
+        weights.load(session)
         model = peft.PeftModel.from_pretrained(base.model, tmp_path / "start", is_trainable=True)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
