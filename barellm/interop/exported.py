@@ -67,8 +67,8 @@ def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | Non
         llmc.write(weights, out, dtype=dtype)
         return [f"{out}: llm.c's version {llmc.VERSIONS[dtype]}, {dtype}"]
     if kind == "gguf":
-        missing = gguf.write(weights, out, dtype=dtype, name=card.title(weights), licence=licence)
-        return [f"{out}: {dtype}", *([f"without a tokenizer: {missing}"] if missing else [])]
+        note = gguf.write(weights, out, dtype=dtype, name=card.title(weights), licence=licence)
+        return [f"{out}: {dtype}", *([note] if note else [])]
     names = huggingface.write(weights, out, dtype=dtype, card=card.text(weights, dtype=dtype, licence=licence))
     lines = [f"{out}: {', '.join(names)}, {dtype}"]
     if vocabulary.SETTINGS not in names:

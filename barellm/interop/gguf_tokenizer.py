@@ -11,11 +11,9 @@ from barellm.data.kinds import fitting
 from barellm.data.tokenizers import Tokenizer
 from barellm.errors import UserError
 from barellm.interop import vocabulary
-from barellm.interop.gguf import ADDED, CONTROL, LLAMA_3_WORDS
+from barellm.interop.gguf import ADDED, BYTE, CONTROL, LLAMA_3_WORDS, QWEN_2_WORDS, UNKNOWN
 
-UNKNOWN, BYTE = 2, 6  # kinds of tokens
 SPACE = "\u2581"
-QWEN_2_WORDS = LLAMA_3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
 RULES = {  # tokenizer.ggml.pre -> how it cuts words
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe", "dbrx"), LLAMA_3_WORDS),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN_2_WORDS),
@@ -93,12 +91,7 @@ def _of_pieces(values: Mapping[str, Any], names: list[str], kinds: list[int]) ->
     ids = {name: i for i, name in enumerate(names)}
     merges = values.get("tokenizer.ggml.merges")
     if merges is None:
-        scores = values["tokenizer.ggml.scores"].tolist()
-        candidates = [
-            (scores[i], len(name[:cut]), len(name[cut:]), [name[:cut], name[cut:]])
-            for name, i in ids.items() for cut in range(1, len(name)) if name[:cut] in ids and name[cut:] in ids
-        ]  # fmt: skip
-        pairs = [pair for *_, pair in sorted(candidates, key=lambda one: one[:3], reverse=True)]
+        pairs = pairs_by_score(ids, dict(enumerate(values["tokenizer.ggml.scores"].tolist())))
     else:
         pairs = [pair.split(" ") for pair in merges]
     prefix = values.get("tokenizer.ggml.add_space_prefix", True)
@@ -114,6 +107,15 @@ def _of_pieces(values: Mapping[str, Any], names: list[str], kinds: list[int]) ->
         },
         pre_tokenizer=None, decoder={"type": "Sequence", "decoders": decoders},
     )  # fmt: skip
+
+
+def pairs_by_score(ids: Mapping[str, int], scores: Mapping[int, float]) -> list[list[str]]:
+    """All ways to make a piece of two, the highest score of the piece first, as llama.cpp and SentencePiece merge."""
+    candidates = [
+        (scores[i], len(name[:cut]), len(name[cut:]), [name[:cut], name[cut:]])
+        for name, i in ids.items() for cut in range(1, len(name)) if name[:cut] in ids and name[cut:] in ids
+    ]  # fmt: skip
+    return [pair for *_, pair in sorted(candidates, key=lambda one: one[:3], reverse=True)]
 
 
 def _content(model: Mapping[str, Any], **steps: Any) -> dict[str, Any]:

@@ -116,4 +116,4 @@ def test_a_vocabulary_that_llama_cpp_has_not_is_left_out_and_said(tmp_path, monk
     model = Gpt2(layers=1, heads=1, d_model=32, vocab_size=other.vocab_size, max_seq=64)
     step = checkpoint_of(tmp_path / "other", model, random_arrays(model), other)
     assert main(["export", str(step), "--format", "gguf", "--out", str(tmp_path / "o.gguf")]) == 0
-    assert "its rule for words is neither GPT-2's nor Llama-3's" in capsys.readouterr().out
+    assert "its rule for words is not that of GPT-2, SmolLM, Llama 3 or Qwen 2" in capsys.readouterr().out

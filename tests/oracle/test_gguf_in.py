@@ -4,6 +4,7 @@ converter lays them out, beside the folder that transformers wrote; and beside w
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,14 @@ import numpy as np
 import pytest
 
 gguf = pytest.importorskip("gguf")
+torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from barellm.checkpoint.weights import Weights  # noqa: E402
+from barellm.data.huggingface import HuggingFace  # noqa: E402
+from barellm.interop import gguf as out  # noqa: E402
 from barellm.interop.gguf import MODEL_TYPES, PAIRED  # noqa: E402
+from barellm.interop.gguf_tokenizer import pairs_by_score  # noqa: E402
 from barellm.interop.sources import open_weights  # noqa: E402
 from tests.chat import families as pipelines  # noqa: E402
 from tests.chat.families import library  # noqa: E402
@@ -120,13 +125,18 @@ def random_blocks(rng: np.random.Generator, kind: Any, shape: tuple[int, int]) -
 
 
 def check_equal(found: Weights, expected: Weights) -> None:
-    assert found.model == expected.model
+    for name, value in out.meanings(expected.model).items():
+        assert out.meanings(found.model)[name] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), name
     for name, t in expected.tensors.items():
         a, b = (each.read_rows(name, 0, int(t.shape[0])) for each in (found, expected))
         assert np.allclose(a, b, rtol=0, atol=2e-7) if "norm" in name else np.array_equal(a, b), name
 
 
 # What llama.cpp has in code, and no file says: layers with windows or without RoPE, a scale of attention by the size of a head.
+REFUSED = {  # llama.cpp ends with an error on such a file
+    ("qwen3", "biases"): "attn_q.bias", ("olmo2", "biases"): "attn_q.bias", ("arcee", "biases"): "attn_q.bias",
+    ("gpt_neox", "serial"): "attention_bias",
+}  # fmt: skip
 CASES = [
     (family, variant) for family, (_, variants) in FAMILIES.items() for variant in variants
     if family in ARCHITECTURES and variant != "windows" and (family, variant) != ("gemma3_text", "")
@@ -144,6 +154,56 @@ def test_a_file_is_the_folder_that_it_was_made_of(tmp_path, family, variant):
         assert open_weights(tmp_path / "m.gguf").model.nope_layers == ""
         return
     check_equal(open_weights(tmp_path / "m.gguf"), made.weights)
+
+
+@pytest.mark.parametrize("family, variant", CASES)
+def test_an_export_is_the_file_of_the_same_model(tmp_path, family, variant):
+    """`barellm export` writes the tensors and the keys that are written above by the package, of the same folder."""
+    more = {"hidden_act": "silu"} if (family, variant) == ("llama", "biases") else {}
+    more |= {"query_pre_attn_scalar": 12} if family.startswith("gemma") else {}
+    more |= {"no_rope_layers": [1, 1, 1]} if family == "smollm3" else {}
+    more |= {"sliding_window": None} if family in ("mistral", "phi3") else {}
+    if family == "phi3":  # llama.cpp takes the long factors by the context, which is 256 tokens at least, not by the text
+        more |= {"max_position_embeddings": 4096, "original_max_position_embeddings": 1024}
+    made = case(tmp_path / "folder", family, variant, **more)
+    write(tmp_path / "expected.gguf", made.model)
+    why = out.refused(made.weights.model)
+    if (family, variant) in REFUSED:
+        assert why is not None and REFUSED[family, variant] in why
+        return
+    assert why is None
+    out.write(made.weights, tmp_path / "m.gguf", dtype="fp32", name="m", licence=None)
+    found, expected = (gguf.GGUFReader(tmp_path / name) for name in ("m.gguf", "expected.gguf"))
+    arrays, others = ({t.name: t.data for t in one.tensors} for one in (found, expected))
+    assert arrays.keys() == others.keys()
+    assert all(np.allclose(arrays[name], others[name], rtol=1e-6, atol=2e-7) for name in others)
+    keys = {key: field.contents() for key, field in found.fields.items()}
+    for key, field in expected.fields.items():
+        if not key.startswith(("GGUF.", "general.")):
+            value = field.contents()
+            assert keys[key] == (pytest.approx(value) if isinstance(value, float) else value), key
+    check_equal(open_weights(tmp_path / "m.gguf"), made.weights)
+    llama_cpp = pytest.importorskip("llama_cpp")
+    tokens = np.random.default_rng(0).integers(0, made.weights.model.vocab_size, 24)
+    with torch.no_grad():
+        want = made.model(torch.tensor(tokens[None])).logits[0].numpy()
+    llama = llama_cpp.Llama(str(tmp_path / "m.gguf"), n_ctx=64, logits_all=True, verbose=False, n_threads=1, type_k=0, type_v=0)
+    llama.eval(tokens.tolist())
+    error = np.linalg.norm(llama.scores[:24] - want) / np.linalg.norm(want)
+    assert error < (1e-3 if family.startswith(("gemma", "gpt_neox")) else 1e-5)  # its GELU is a table of 16 bits
+
+
+@pytest.mark.parametrize("family, changes, says", [
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "use_sliding_window": True,
+               "sliding_window": 7}, "model.sliding_window"),
+    ("mistral", {"sliding_window": 7}, "model.sliding_window is 7"), ("phi3", {"sliding_window": 7}, "model.sliding_window is 7"),
+    ("smollm3", {"no_rope_layers": [1, 0, 1]}, "model.nope_layers is '1'"),
+    ("llama", {"hidden_act": "gelu_pytorch_tanh"}, "model.activation is 'gelu'"),
+    ("gemma2", {"query_pre_attn_scalar": 20}, "model.attention_multiplier"), ("olmo3", {}, "model.family is 'olmo3'"),
+])  # fmt: skip
+def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path, family, changes, says):
+    why = out.refused(case(tmp_path, family, **changes).weights.model)
+    assert why is not None and says in why and why.endswith("export it as huggingface")
 
 
 @pytest.mark.parametrize("family", [family for family in READ_BY_TRANSFORMERS if family in FAMILIES])
@@ -190,6 +250,52 @@ def test_every_type_of_block_has_the_package_s_numbers(tmp_path, kind):
 KINDS = {"llama3": ("gpt2", "llama-bpe"), "qwen": ("gpt2", "qwen2"), "starcoder": ("gpt2", "smollm"), "gpt_neox": ("gpt2", "olmo")}
 KINDS |= {"llama2": ("llama", ""), "gemma": ("llama", "")}
 SAMPLES = ("The quick brown fox", " jumps  over\n\n\tthe 12345 dogs", "naïve Übermut! it's", "你好 🙂 é <b>", "<|im_end|> </s>", "")
+
+
+def as_pieces(content: dict[str, Any]) -> dict[str, Any]:
+    """A tokenizer of SentencePiece's kind as its converters make it: all pairs, in the order of their pieces' scores, no cuts."""
+    vocab, rank = content["model"]["vocab"], {}
+    for i, pair in enumerate(content["model"]["merges"]):
+        rank.setdefault("".join(pair), i)
+    scores = {i: -float(rank[name]) if name in rank else -1e9 for name, i in vocab.items()}
+    return content | {"pre_tokenizer": None, "model": content["model"] | {"merges": pairs_by_score(vocab, scores)}}
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_an_exported_tokenizer_has_its_ids_in_llama_cpp(tmp_path, family):
+    content = json.loads(library(family).to_str())
+    content = as_pieces(content) if KINDS[family][0] == "llama" else content
+    content["normalizer"] = {"type": "NFC"} if family == "qwen" else None if family == "gpt_neox" else content["normalizer"]
+    if family == "qwen":
+        content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = out.QWEN_2_WORDS
+    if family == "llama3":
+        content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = out.LLAMA_3_WORDS
+    tokenizer = HuggingFace(json.dumps(content).encode(), path=Path("made"))
+    sizes = {"vocab_size": tokenizer.vocab_size, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    made = case(tmp_path / "folder", "llama", **sizes).weights
+    note = out.write(replace(made, tokenizer=tokenizer), tmp_path / "m.gguf", dtype="fp32", name="m", licence=None)
+    assert (note is None) != (family == "qwen") and "without" not in (note or "")
+    read = open_weights(tmp_path / "m.gguf").tokenizer
+    assert read is not None
+    samples = [*SAMPLES, "user assistant", "def f(x):\n    return x", "  two spaces  ", "Übermut"]
+    assert [read.encode(text).tolist() for text in samples] == [tokenizer.encode(text).tolist() for text in samples]
+    llama_cpp = pytest.importorskip("llama_cpp")
+    llama = llama_cpp.Llama(str(tmp_path / "m.gguf"), vocab_only=True, verbose=False)
+    for text in filter(None, samples):
+        assert llama.tokenize(text.encode(), add_bos=False, special=False) == tokenizer.encode(text).tolist(), text
+
+
+def test_a_tokenizer_that_merges_in_another_order_is_left_out_and_said(tmp_path):
+    made = case(tmp_path / "folder", "llama", vocab_size=700, rope_parameters={"rope_type": "default", "rope_theta": 1e4}).weights
+    for family, why in (("llama2", "its rule for words is not that"), ("llama3", "its rule for words is not that of GPT-2")):
+        tokenizer = HuggingFace(library(family).to_str().encode(), path=Path("made"))
+        note = out.write(replace(made, tokenizer=tokenizer), tmp_path / family, dtype="fp32", name="m", licence=None)
+        assert note is not None and note.startswith("without a tokenizer: ") and why in note
+    content = as_pieces(json.loads(library("gemma").to_str()))
+    content["model"]["merges"][-2:] = content["model"]["merges"][:-3:-1]
+    tokenizer = HuggingFace(json.dumps(content).encode(), path=Path("made"))
+    note = out.write(replace(made, tokenizer=tokenizer), tmp_path / "order", dtype="fp32", name="m", licence=None)
+    assert note is not None and "merges pieces in another order" in note
 
 
 @pytest.mark.parametrize("family", KINDS)
