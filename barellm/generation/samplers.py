@@ -9,6 +9,7 @@ import numpy as np
 from barellm.config.fields import converted
 from barellm.errors import UserError
 
+BLOCK = 256  # probabilities that are added before a token is looked for among them
 SORTED_FIRST = 512  # tokens: nearly always enough of a vocabulary for top-p and min-p, and sorted in a tenth of the time
 
 
@@ -63,26 +64,46 @@ def probabilities(logits: np.ndarray, how: Sampling) -> np.ndarray:
     """Probabilities (V,) float64 after temperature and truncation of logits (V,). Ties keep the lower id.
     top-k keeps exactly min(k, V) tokens; top-p (nucleus sampling) the fewest likeliest tokens whose sum reaches p; min-p those at
     least min_p times as likely as the likeliest."""
-    logits = logits.astype(np.float64)
+    p = np.zeros(len(logits))
     if how.temperature == 0:
-        p = np.zeros(len(logits))
         p[np.argmax(logits)] = 1.0
-        return p
-    p = np.exp((logits - logits.max()) / how.temperature)
+    elif _cuts(how, len(p)):
+        ids, likely = _truncated(logits, how)
+        p[ids] = likely
+    else:
+        p += _likelihoods(logits, how.temperature)
     p /= p.sum()
-    if not (0 < how.top_k < len(p) or how.top_p < 1 or how.min_p > 0):
-        return p
-    k = min(how.top_k or len(p), len(p))
-    keep = most_likely(logits, min(k, SORTED_FIRST) if k == len(p) else k)
-    while len(keep) < k and p[keep].sum() < how.top_p and p[keep[-1]] >= how.min_p * p[keep[0]]:
+    return p
+
+
+def _cuts(how: Sampling, vocab: int) -> bool:
+    return 0 < how.top_k < vocab or how.top_p < 1 or how.min_p > 0
+
+
+def _truncated(logits: np.ndarray, how: Sampling) -> tuple[np.ndarray, np.ndarray]:
+    """The ids that top-k, top-p and min-p keep, ascending, and their probabilities before the cut, float64."""
+    vocab, likely = len(logits), _likelihoods(logits, how.temperature)
+    k, total = min(how.top_k or vocab, vocab), likely.sum(dtype=np.float64)
+    keep = most_likely(logits, min(k, SORTED_FIRST) if k == vocab else k)
+    p = likely[keep] / total
+    while len(keep) < k and p.sum() < how.top_p and p[-1] >= how.min_p * p[0]:
         keep = most_likely(logits, 8 * len(keep))
+        p = likely[keep] / total
     if how.top_p < 1:
-        keep = keep[: int(np.searchsorted(np.cumsum(p[keep]), how.top_p * (p[keep].sum() if k < len(p) else 1.0))) + 1]
+        keep = keep[: int(np.searchsorted(np.cumsum(p), how.top_p * (p.sum() if k < vocab else 1.0))) + 1]
     if how.min_p > 0:
-        keep = keep[p[keep] >= how.min_p * p[keep[0]]]
-    cut = np.zeros_like(p)
-    cut[keep] = p[keep] / p[keep].sum()
-    return cut
+        keep = keep[p[: len(keep)] >= how.min_p * p[0]]
+    keep = np.sort(keep)
+    return keep, likely[keep] / total
+
+
+def _likelihoods(logits: np.ndarray, temperature: float) -> np.ndarray:
+    """Probabilities (V,) but for their sum, fp32 with an error of 2^-22. In place and in 32 bits, for which NumPy's exp is
+    vectorized: for 49,152 ids 0.2 ms instead of 0.7, most of which were the page faults of new arrays."""
+    with np.errstate(over="ignore"):
+        x = np.subtract(logits, logits.max(), dtype=np.float32, casting="same_kind")
+        np.divide(x, temperature, out=x)
+    return np.exp(np.maximum(x, -200, out=x), out=x)
 
 
 def uniform(seed: int, index: int) -> float:
@@ -137,9 +158,14 @@ def draw(logits: np.ndarray, how: Sampling, *, index: int, text: Sequence[int] =
     """Draw token number `index` of a text (`text`: prompt and tokens so far), reproducibly by (seed, index)."""
     check_finite(logits)
     logits = biased(penalized(logits, text, how.repetition_penalty), text[max(0, len(text) - index) :], how)
-    p = probabilities(logits, how)
     if how.temperature == 0:
-        return int(np.argmax(p))
-    total = np.cumsum(p)
-    token = int(np.searchsorted(total, uniform(how.seed, index) * total[-1], side="right"))
-    return token if token < len(p) else int(np.flatnonzero(p)[-1])
+        return int(np.argmax(logits))
+    ids, p = _truncated(logits, how) if _cuts(how, len(logits)) else (None, _likelihoods(logits, how.temperature))
+    sums = np.add.reduceat(p, range(0, len(p), BLOCK), dtype=np.float64)  # a tenth of the time of all partial sums
+    ends = np.cumsum(sums)
+    at = uniform(how.seed, index) * ends[-1]
+    block = min(int(np.searchsorted(ends, at, side="right")), int(np.flatnonzero(sums)[-1]))
+    first, likely = block * BLOCK, p[block * BLOCK : (block + 1) * BLOCK]
+    token = int(np.searchsorted(np.cumsum(likely, dtype=np.float64), at - (ends[block] - sums[block]), side="right"))
+    drawn = first + min(token, int(np.flatnonzero(likely)[-1]))
+    return drawn if ids is None else int(ids[drawn])
