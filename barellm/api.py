@@ -381,14 +381,9 @@ class Model:
         model, compute = self.config.model, self.config.train.dtype
         evaluated, decoded = "eval" in wanted.programs, "decode" in wanted.programs
         store, programs = build(
-            model,
-            batch=wanted.batch if evaluated else 0,
-            seq=wanted.seq,
-            compute=compute,
-            decode_batch=1 if decoded else 0,
-            decode_seq=wanted.positions if decoded else 0,
-            exact=self._exact,
-        )
+            model, batch=wanted.batch if evaluated else 0, seq=wanted.seq, compute=compute, decode_batch=1 if decoded else 0,
+            decode_seq=wanted.positions if decoded else 0, exact=self._exact,
+        )  # fmt: skip
         if "logits" in wanted.programs:
             programs["logits"] = logits_program(store, model, batch=wanted.batch, seq=wanted.seq, compute=compute)
         pieces = ["prefill"] if decoded and "prefill" in programs else []

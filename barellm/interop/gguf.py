@@ -70,7 +70,8 @@ def refused(model: Any) -> str | None:
     arch = ARCHITECTURES[known.model_type]
     said, tensors = _contents(model, arch)
     names = _names(arch, model)
-    tensors |= {name_of(names, known, part): _zeros(part.shape) for part in parts(known, model, parameters(model))}
+    zero, listed = np.float32(0), parts(known, model, parameters(model))
+    tensors |= {name_of(names, known, part): np.broadcast_to(zero, part.shape) for part in listed}
     if known.tied(model):
         tensors.pop("output.weight", None)
     biased = [name for name in tensors if name.startswith("blk.0.") and name.endswith(".bias") and "norm" not in name]
@@ -91,10 +92,6 @@ def refused(model: Any) -> str | None:
         if not equal:
             return f"model.{name} is {ours!r}, a file of llama.cpp's {arch} would mean {theirs[name]!r}: export it as huggingface"
     return None
-
-
-def _zeros(shape: tuple[int, ...]) -> np.ndarray:
-    return np.broadcast_to(np.float32(0), shape)
 
 
 def _names(arch: str, model: Any) -> Any:

@@ -39,17 +39,9 @@ from barellm.config import Config, ModelConfig
 from barellm.config.aliases import PRESETS
 from barellm.errors import UserError, nearest
 
-HELPERS = {
-    "adapters",
-    "decoders",
-    "families",
-    "hf_mapping",
-    "speedrun_schedule",
-    "stages",
-    "training_schedule",
-    "unit",
-    "user_model",
-}  # files of this folder that are no architecture
+HELPERS = {  # files of this folder that are no architecture
+    "adapters", "decoders", "families", "hf_mapping", "speedrun_schedule", "stages", "training_schedule", "unit", "user_model",
+}  # fmt: skip
 HIDDEN = "h.*"  # hidden matrices of a model whose module does not say
 BEFORE_NAMES = "gpt2"  # what a configuration is that does not name its architecture: there was one
 ADDED: dict[str, Path] = {}  # by `user_model.add`: name -> its file

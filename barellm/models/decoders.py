@@ -15,33 +15,21 @@ from barellm.config.fields import converted
 from barellm.models.hf_mapping import Family, HuggingFace, UnknownConfig
 
 SIZES = {  # key -> our field, and what transformers takes where the key is missing
-    "num_hidden_layers": ("layers", 32),
-    "num_attention_heads": ("heads", 32),
-    "hidden_size": ("d_model", 4096),
-    "intermediate_size": ("d_ff", 11008),
-    "vocab_size": ("vocab_size", 32000),
-    "max_position_embeddings": ("max_seq", 2048),
-    "rms_norm_eps": ("norm_eps", 1e-6),
-    "tie_word_embeddings": ("tied", False),
-}
+    "num_hidden_layers": ("layers", 32), "num_attention_heads": ("heads", 32), "hidden_size": ("d_model", 4096),
+    "intermediate_size": ("d_ff", 11008), "vocab_size": ("vocab_size", 32000), "max_position_embeddings": ("max_seq", 2048),
+    "rms_norm_eps": ("norm_eps", 1e-6), "tie_word_embeddings": ("tied", False),
+}  # fmt: skip
 ACTIVATIONS = {  # theirs -> ours; of two names of one formula the first is written
     "silu": "silu", "swish": "silu", "gelu": "gelu_erf", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu",
     "relu": "relu", "relu2": "relu2",
 }  # fmt: skip
 BLOCK = {  # our name in a block -> theirs, from the first row to the last
-    "attn_norm": ("input_layernorm",),
-    "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attn.q": ("self_attn.q_proj",),
-    "attn.k": ("self_attn.k_proj",),
-    "attn.v": ("self_attn.v_proj",),
-    "attn.q_norm": ("self_attn.q_norm",),
-    "attn.k_norm": ("self_attn.k_norm",),
-    "attn.proj": ("self_attn.o_proj",),
-    "mlp_norm": ("post_attention_layernorm",),
-    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.up": ("mlp.up_proj",),
+    "attn_norm": ("input_layernorm",), "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.q": ("self_attn.q_proj",), "attn.k": ("self_attn.k_proj",), "attn.v": ("self_attn.v_proj",),
+    "attn.q_norm": ("self_attn.q_norm",), "attn.k_norm": ("self_attn.k_norm",), "attn.proj": ("self_attn.o_proj",),
+    "mlp_norm": ("post_attention_layernorm",), "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"), "mlp.up": ("mlp.up_proj",),
     "mlp.down": ("mlp.down_proj",),
-}
+}  # fmt: skip
 OTHERS = {"wte": "embed_tokens.weight", "norm": "norm", "head": "lm_head.weight"}
 BUFFERS = r"(layers\.\d+\.(self_attn|attention)\.)?(rotary_emb\.inv_freq|bias|masked_bias)$"  # of older versions
 # Our fields that config.json says in `rope_scaling` and its like, and the width of a head.
