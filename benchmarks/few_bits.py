@@ -26,7 +26,7 @@ from barellm import models
 from barellm.assembly.build import CompiledModel, open_model
 from barellm.cpu.backend import Bench, default_dtype, describe
 from barellm.cpu.processor import name as processor
-from barellm.interop import gguf
+from barellm.interop import gguf_writer
 from barellm.tools.bench.decoding import weight_bytes
 from benchmarks.random_weights import random_weights
 
@@ -84,7 +84,7 @@ def gguf_file(binaries: Path, preset: str, kind: str, folder: Path) -> Path:
     """The preset with random weights in `kind` ("bf16", "q4_0", ...), made in `folder` where it is not there."""
     source, out = folder / f"{preset}-bf16.gguf", folder / f"{preset}-{kind}.gguf"
     if not source.exists():
-        gguf.write(random_weights(models.preset(preset).model), source, dtype="bf16", name=preset, licence=None)
+        gguf_writer.write(random_weights(models.preset(preset).model), source, dtype="bf16", name=preset, licence=None)
     if not out.exists():  # --pure: every matrix in this kind, as ours
         command = [str(binaries / "llama-quantize"), "--pure", str(source), str(out), kind.upper()]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -115,7 +115,7 @@ def main() -> None:
             variants[name] = Ours(
                 stack.enter_context(open_model(one, device="cpu", training=False, positions=POSITIONS, weights=weights))
             )
-        for kind in args.peers if args.llama_cpp and not gguf.refused(config.model) else []:
+        for kind in args.peers if args.llama_cpp and not gguf_writer.refused(config.model) else []:
             file = gguf_file(args.llama_cpp, args.preset, kind, args.folder)
             peer = variants[f"llama.cpp {kind}"] = LlamaCpp(args.llama_cpp / "llama-bench", file, threads)
             facts["llama.cpp"] = peer.build

@@ -19,7 +19,7 @@ from barellm import models
 from barellm.checkpoint.weights import Weights, parameters
 from barellm.config import ModelConfig
 from barellm.data import tokenizers
-from barellm.interop import gguf, huggingface, vocabulary
+from barellm.interop import gguf_writer, huggingface, vocabulary
 
 
 def random_weights(model: ModelConfig, tokenizer: tokenizers.Tokenizer | None = None) -> Weights:
@@ -58,10 +58,10 @@ def main() -> None:
     weights = random_weights(model, trained_tokenizer(model.vocab_size))
     args.out.mkdir(parents=True, exist_ok=True)
     print(huggingface.write(weights, args.out / "hf", dtype="bf16", card=f"Random weights of {args.preset}'s size."))
-    if why := gguf.refused(model):
+    if why := gguf_writer.refused(model):
         print(f"no GGUF: {why}")
     else:
-        print(gguf.write(weights, args.out / "bf16.gguf", dtype="bf16", name=args.preset, licence=None) or "bf16.gguf")
+        print(gguf_writer.write(weights, args.out / "bf16.gguf", dtype="bf16", name=args.preset, licence=None) or "bf16.gguf")
 
 
 if __name__ == "__main__":

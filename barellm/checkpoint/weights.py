@@ -54,12 +54,12 @@ class Stack:
         self.arrays = arrays
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        """fp32, from row `rows.start` to `rows.stop`."""
+        """From row `rows.start` to `rows.stop`, in the arrays' common dtype."""
         found, first = [], 0
         for array in self.arrays:
-            found.append(array[max(0, rows.start - first) : max(0, rows.stop - first)].astype(np.float32))
+            found.append(array[max(0, rows.start - first) : max(0, rows.stop - first)])
             first += len(array)
-        return np.concatenate(found)
+        return np.concatenate(found, dtype=found[0].dtype if len({part.dtype for part in found}) == 1 else np.float32)
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,16 @@ class Weights:
     def tensors(self) -> dict[str, Tensor]:
         return parameters(self.model)
 
-    def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
-        """Leading rows [lo, hi) as fp32; those of padded ids are zero."""
+    def stored_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
+        """Leading rows [lo, hi) in the dtype that they are stored in; those of padded ids are zero."""
         t = self.tensors[name]
-        rows = np.zeros((hi - lo, *t.shape[1:]), np.float32)
-        valid = max(0, min(hi, t.valid_rows) - lo)
-        rows[:valid] = self.arrays[name][lo : lo + valid]
-        return rows
+        missing = hi - max(lo, min(hi, t.valid_rows))
+        rows = self.arrays[name][lo : hi - missing]
+        return np.concatenate([rows, np.zeros((missing, *t.shape[1:]), rows.dtype)]) if missing else rows
+
+    def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
+        """Leading rows [lo, hi) as fp32, a copy; those of padded ids are zero."""
+        return self.stored_rows(name, lo, hi).astype(np.float32)
 
     def digest(self) -> str:
         """A hash of all parameter values, independent of the file format."""
@@ -106,7 +109,7 @@ class Weights:
             if names is not None and name not in names:
                 continue
             for lo, hi in tensorfile.pieces(t.shape, itemsize=4):
-                session.write_rows(name, lo, self.read_rows(name, lo, hi))
+                session.write_rows(name, lo, self.stored_rows(name, lo, hi))
             mapping.release()
         for name, array in self.trained.items():
             session.write_rows(name, 0, array)

@@ -28,12 +28,8 @@ DTYPE = {"fp32": 0, "fp16": 2, "bf16": 14}  # CUDA_R_32F, CUDA_R_16F, CUDA_R_16B
 COMPUTE_FP32, COMPUTE_TF32 = 68, 77  # CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32
 TRANSA, TRANSB, EPILOGUE, BIAS, AUX, AUX_LD = 3, 4, 7, 8, 11, 12  # attributes of a matmul descriptor
 EPILOGUES = {  # (what, with a bias): how cuBLASLt calls it
-    ("", False): 1,
-    ("", True): 4,
-    ("gelu", False): 32 | 128,
-    ("gelu", True): 32 | 128 | 4,
-    ("gelu_backward", False): 64 | 128,
-}
+    ("", False): 1, ("", True): 4, ("gelu", False): 32 | 128, ("gelu", True): 32 | 128 | 4, ("gelu_backward", False): 64 | 128,
+}  # fmt: skip
 WORKSPACE, REDUCTION, ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # attributes of a preference
 IN_COMPUTE_TYPE = 2  # the reduction scheme that keeps split-K's partial sums in fp32; no split-K is always allowed
 NOT_SUPPORTED = 15

@@ -9,20 +9,16 @@ from barellm.config import aliases, overrides
 from barellm.data.llmc import LlmcOrder
 from barellm.data.sources import prepare
 from barellm.errors import UserError, nearest
-from barellm.interop import adapters, card, gguf, huggingface, llmc, llmc_state, llmc_tokenizer, vocabulary
+from barellm.interop import adapters, card, gguf, gguf_writer, huggingface, llmc, llmc_state, llmc_tokenizer, vocabulary
 from barellm.interop.sources import is_checkpoint, open_weights
 from barellm.training.batch_rampup import BatchRampup
 
 TOKENIZER, TRAINING = "llmc-tokenizer", "llmc-checkpoint"
 PEFT = "peft"  # an adapter without its base
 FORMATS = {  # and what each may be stored in
-    "huggingface": ("fp32", "bf16"),
-    PEFT: ("fp32",),
-    "llmc": ("fp32", "bf16"),
-    "gguf": gguf.DTYPES,
-    TOKENIZER: ("fp32",),
+    "huggingface": ("fp32", "bf16"), PEFT: ("fp32",), "llmc": ("fp32", "bf16"), "gguf": gguf_writer.DTYPES, TOKENIZER: ("fp32",),
     TRAINING: ("fp32", "bf16"),
-}
+}  # fmt: skip
 
 
 def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | None = None, merge: bool = False) -> list[str]:
@@ -51,7 +47,7 @@ def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | Non
         raise UserError(f"{weights.path} is {models.name_of(weights.model)}, which --format {kind} does not have")
     if kind != TOKENIZER and (reason := huggingface.hugging_face(weights.model).refused(weights.model)):
         raise UserError(f"{weights.path}: {reason}")
-    if kind == "gguf" and (reason := gguf.refused(weights.model)):
+    if kind == "gguf" and (reason := gguf_writer.refused(weights.model)):
         raise UserError(f"{weights.path}: {reason}")
     tokens = llmc_tokenizer.content(weights.tokenizer) if kind == TOKENIZER else b""
     if kind == "gguf":
@@ -67,7 +63,7 @@ def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | Non
         llmc.write(weights, out, dtype=dtype)
         return [f"{out}: llm.c's version {llmc.VERSIONS[dtype]}, {dtype}"]
     if kind == "gguf":
-        note = gguf.write(weights, out, dtype=dtype, name=card.title(weights), licence=licence)
+        note = gguf_writer.write(weights, out, dtype=dtype, name=card.title(weights), licence=licence)
         return [f"{out}: {dtype}", *([note] if note else [])]
     names = huggingface.write(weights, out, dtype=dtype, card=card.text(weights, dtype=dtype, licence=licence))
     lines = [f"{out}: {', '.join(names)}, {dtype}"]

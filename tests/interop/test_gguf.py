@@ -15,7 +15,7 @@ import pytest
 from barellm.cli.main import main
 from barellm.data.huggingface import HuggingFace
 from barellm.errors import UserError
-from barellm.interop import gguf, gguf_reader
+from barellm.interop import gguf_reader, gguf_writer
 from barellm.interop.sources import open_weights
 from tests.data.llama import PATTERN, llama_json
 from tests.interop.models import TINY, checkpoint_of, random_arrays
@@ -36,25 +36,27 @@ def tokenizer(*steps: dict, added: tuple[dict, ...] = ()) -> HuggingFace:
 @pytest.mark.parametrize("steps, rule", [
     ([PLAIN], "gpt-2"), ([PLAIN | {"use_regex": True}], "gpt-2"), ([WORDS, AS_IT_IS], "llama-bpe"),
     ([{"type": "Sequence", "pretokenizers": [WORDS, AS_IT_IS]}], "llama-bpe"),
+    ([WORDS | {"pattern": {"Regex": PATTERN.replace("{1,3}", "")}}, AS_IT_IS], "qwen2"),
+    ([{"type": "Digits", "individual_digits": True}, PLAIN], "smollm"),
 ])  # fmt: skip
 def test_a_rule_for_words_has_llama_cpp_s_name(steps, rule):
-    assert gguf._of(tokenizer(*steps))[0] == rule
+    assert gguf_writer._of(tokenizer(*steps))["rule"] == rule
 
 
 @pytest.mark.parametrize("steps", [
     [AS_IT_IS], [WORDS, PLAIN], [WORDS | {"invert": True}, AS_IT_IS], [WORDS | {"behavior": "MergedWithNext"}, AS_IT_IS],
     [WORDS | {"pattern": {"Regex": PATTERN.removesuffix(r"|\s+")}}, AS_IT_IS], [{"type": "Digits"}, PLAIN],
-    [WORDS | {"pattern": {"Regex": PATTERN.replace("{1,3}", "")}}, AS_IT_IS],
+    [WORDS | {"pattern": {"Regex": PATTERN.replace("{1,3}", "{1,2}")}}, AS_IT_IS],
 ])  # fmt: skip
 def test_a_rule_that_is_only_like_one_is_refused(steps):
     with pytest.raises(UserError, match="not that of GPT-2"):
-        gguf._of(tokenizer(*steps))
+        gguf_writer._of(tokenizer(*steps))
 
 
 def test_added_tokens_are_cut_out_of_a_text_and_special_ones_are_not():
     own = {"id": 289, "content": "<tool>", "special": False, "lstrip": False, "rstrip": False}
-    _, tokens, kinds, _ = gguf._of(tokenizer(PLAIN, added=(own,)))
-    found = dict(zip(tokens, kinds, strict=True))
+    made = gguf_writer._of(tokenizer(PLAIN, added=(own,)))
+    found = dict(zip(made["tokens"], made["kinds"], strict=True))
     assert (found["a"], found["<|begin_of_text|>"], found["<tool>"], found["[UNUSED288]"]) == (1, 3, 4, 5)
 
 

@@ -17,8 +17,8 @@ transformers = pytest.importorskip("transformers")
 
 from barellm.checkpoint.weights import Weights  # noqa: E402
 from barellm.data.huggingface import HuggingFace  # noqa: E402
-from barellm.interop import gguf as out  # noqa: E402
-from barellm.interop.gguf import MODEL_TYPES, PAIRED  # noqa: E402
+from barellm.interop import gguf_writer as out  # noqa: E402
+from barellm.interop.gguf import LLAMA_3_WORDS, MODEL_TYPES, PAIRED, QWEN_2_WORDS  # noqa: E402
 from barellm.interop.gguf_tokenizer import pairs_by_score  # noqa: E402
 from barellm.interop.sources import open_weights  # noqa: E402
 from tests.chat import families as pipelines  # noqa: E402
@@ -267,9 +267,9 @@ def test_an_exported_tokenizer_has_its_ids_in_llama_cpp(tmp_path, family):
     content = as_pieces(content) if KINDS[family][0] == "llama" else content
     content["normalizer"] = {"type": "NFC"} if family == "qwen" else None if family == "gpt_neox" else content["normalizer"]
     if family == "qwen":
-        content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = out.QWEN_2_WORDS
+        content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = QWEN_2_WORDS
     if family == "llama3":
-        content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = out.LLAMA_3_WORDS
+        content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = LLAMA_3_WORDS
     tokenizer = HuggingFace(json.dumps(content).encode(), path=Path("made"))
     sizes = {"vocab_size": tokenizer.vocab_size, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     made = case(tmp_path / "folder", "llama", **sizes).weights
@@ -287,7 +287,7 @@ def test_an_exported_tokenizer_has_its_ids_in_llama_cpp(tmp_path, family):
 
 def test_a_tokenizer_that_merges_in_another_order_is_left_out_and_said(tmp_path):
     made = case(tmp_path / "folder", "llama", vocab_size=700, rope_parameters={"rope_type": "default", "rope_theta": 1e4}).weights
-    for family, why in (("llama2", "its rule for words is not that"), ("llama3", "its rule for words is not that of GPT-2")):
+    for family, why in (("llama2", "merges pieces in another order"), ("llama3", "its rule for words is not that of GPT-2")):
         tokenizer = HuggingFace(library(family).to_str().encode(), path=Path("made"))
         note = out.write(replace(made, tokenizer=tokenizer), tmp_path / family, dtype="fp32", name="m", licence=None)
         assert note is not None and note.startswith("without a tokenizer: ") and why in note
