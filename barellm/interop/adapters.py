@@ -128,36 +128,35 @@ def of_checkpoint(step: Path, model: ModelConfig) -> Adapter:
 
 
 def continued(base: Weights, adapter: Adapter, config: Config, changes: Mapping[str, Any]) -> tuple[Config, Weights]:
-    """`base` with A and B of an adapter as what a run goes on to train, and `config` with its rank, scale and modules. UserError
-    where `changes` ask for others, and where its modules differ in them: one run has one rank and one scale."""
+    """(`config` with the adapter's rank, scale and modules, `base` with its A and B as `trained`), for a run that trains it on.
+    UserError if `changes`, what the command line says, ask for others, or if the modules differ among themselves: a run has one
+    rank and one scale."""
     shapes = {(len(pair.a), pair.scale) for pair in adapter.pairs.values()}
     if len(shapes) > 1:
         raise UserError(
             f"{adapter.path} has modules of different ranks or scales, expected one for all: merge it by barellm export"
         )
     (rank, scale), config = shapes.pop(), base.configured(config, changes)
-    known = {
-        "method": f"lora:{rank}",
-        "alpha": float(f"{scale * rank:.12g}"),
-        "rslora": False,
-        "targets": ",".join(_targets(base.model, adapter)),
-    }
-    known |= {"base": adapter.codes} if adapter.codes and "adapter.base" not in changes else {}
-    own = replace(config.adapter, **known)
-    requested = {key: getattr(config.adapter, key) for key in known if f"adapter.{key}" in changes and key != "base"}
-    wanted = replace(own, **{key: value for key, value in requested.items() if (key, value) != ("method", "lora")})
-    same = set(targeted(base.model, wanted.targets)) == set(adapter.pairs)
-    if wanted.rank != rank or not isclose(wanted.scale, scale) or not same:
-        found = f"{adapter.path} is an adapter of rank {rank} times {scale:g} on {known['targets']}"
+    options = {"method": f"lora:{rank}", "alpha": float(f"{scale * rank:.12g}"), "rslora": False}
+    options |= {"targets": ",".join(_targets(base.model, adapter))}
+    # What codes the base has is the run's choice, where it made one.
+    options |= {"base": adapter.codes} if adapter.codes and "adapter.base" not in changes else {}
+    adapted = replace(config.adapter, **options)
+    requested = {key: getattr(config.adapter, key) for key in options if f"adapter.{key}" in changes and key != "base"}
+    # "--adapt lora" names no rank, so the adapter's is meant.
+    asked = replace(adapted, **{key: value for key, value in requested.items() if (key, value) != ("method", "lora")})
+    same_modules = set(targeted(base.model, asked.targets)) == set(adapter.pairs)
+    if asked.rank != rank or not isclose(asked.scale, scale) or not same_modules:
         raise UserError(
-            f"{found}, the command line says {requested}: leave that out, or begin with what barellm export --merge makes of it"
+            f"{adapter.path} is an adapter of rank {rank} times {scale:g} on {options['targets']}, the command line says "
+            f"{requested}: leave that out, or begin with what barellm export --merge makes of it"
         )
     trained: dict[str, np.ndarray] = {}
-    for m in targeted(base.model, own.targets):
+    for m in targeted(base.model, adapted.targets):
         (a, b), pair = m.factors, adapter.pairs[m]
-        trained[a] = np.concatenate([trained[a], pair.a]) if a in trained else pair.a
+        trained[a] = np.concatenate([trained[a], pair.a]) if a in trained else pair.a  # modules in one matrix share an A, in rows
         trained[b] = pair.b
-    return replace(config, adapter=own), replace(base, trained=trained)
+    return replace(config, adapter=adapted), replace(base, trained=trained)
 
 
 # --- PEFT's folders ---
