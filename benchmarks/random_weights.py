@@ -32,12 +32,14 @@ def random_weights(model: ModelConfig, tokenizer: tokenizers.Tokenizer | None = 
 
 
 def trained_tokenizer(ids: int) -> tokenizers.Tokenizer:
-    """Byte-level pairs of the standard library's sources; names that no text has fill the rest of the ids."""
+    """Byte-level pairs of the standard library's sources, digits apart as SmolLM has them; names that no text has fill the rest of
+    the ids."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
     from tokenizers import models as kinds
 
     pairs = Tokenizer(kinds.BPE())
-    pairs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits, in_bytes = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pairs.pre_tokenizer = pre_tokenizers.Sequence([digits, in_bytes])
     pairs.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=ids, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
