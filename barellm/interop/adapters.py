@@ -144,9 +144,9 @@ def continued(base: Weights, adapter: Adapter, config: Config, changes: Mapping[
     adapted = replace(config.adapter, **options)
     requested = {key: getattr(config.adapter, key) for key in options if f"adapter.{key}" in changes and key != "base"}
     # "--adapt lora" names no rank, so the adapter's is meant.
-    asked = replace(adapted, **{key: value for key, value in requested.items() if (key, value) != ("method", "lora")})
-    same_modules = set(targeted(base.model, asked.targets)) == set(adapter.pairs)
-    if asked.rank != rank or not isclose(asked.scale, scale) or not same_modules:
+    combined = replace(adapted, **{key: value for key, value in requested.items() if (key, value) != ("method", "lora")})
+    same_modules = set(targeted(base.model, combined.targets)) == set(adapter.pairs)
+    if combined.rank != rank or not isclose(combined.scale, scale) or not same_modules:
         raise UserError(
             f"{adapter.path} is an adapter of rank {rank} times {scale:g} on {options['targets']}, the command line says "
             f"{requested}: leave that out, or begin with what barellm export --merge makes of it"
