@@ -227,7 +227,7 @@ def _of(tokenizer: Tokenizer) -> dict[str, Any]:
         return {"rule": "gpt-2", "tokens": sorted(ids, key=ids.__getitem__), "kinds": kinds, "merges": merges}
     assert isinstance(tokenizer, HuggingFace)
     content = json.loads(tokenizer.content)
-    model, words = content["model"], steps(content["pre_tokenizer"], "pretokenizers")
+    model, words = content["model"], steps(content.get("pre_tokenizer"), "pretokenizers")
     ids = model["vocab"] | {token["content"]: token["id"] for token in content["added_tokens"]}
     name_of = {i: name for name, i in ids.items()}
     numbers = range(tokenizer.vocab_size)
@@ -237,10 +237,10 @@ def _of(tokenizer: Tokenizer) -> dict[str, Any]:
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]] if model["type"] == "BPE" else []
     if model.get("byte_fallback") and merges:
         kind_of |= {i: BYTE for i, name in name_of.items() if re.fullmatch("<0x[0-9A-F]{2}>", name)}
-        kind_of |= {ids[model["unk_token"]]: UNKNOWN} if model["unk_token"] in ids else {}
-        found |= _pieces(ids, merges, steps(content["normalizer"], "normalizers"), words)
+        kind_of |= {ids[model["unk_token"]]: UNKNOWN} if model.get("unk_token") in ids else {}
+        found |= _pieces(ids, merges, steps(content.get("normalizer"), "normalizers"), words)
     else:
-        nfc = content["normalizer"] == {"type": "NFC"}
+        nfc = content.get("normalizer") == {"type": "NFC"}
         if why := changes(content | ({"normalizer": None} if nfc else {})):
             raise UserError(f"llama.cpp would read another text from it: {why}")
         found |= {"rule": _rule(words), "merges": merges, "nfc": nfc}
