@@ -207,7 +207,7 @@ def _tokenizer(writer: Any, tokenizer: Tokenizer | None, vocab: int) -> str | No
     for i, add in (*numbers, (unknown, writer.add_unk_token_id)):
         if i is not None:
             add(i)
-    writer.add_add_bos_token(isinstance(tokenizer, HuggingFace) and texts.begin is not None)
+    writer.add_add_bos_token(texts.begin is not None)
     if texts.templates:
         several = [{"name": name, "template": text} for name, text in texts.templates.items()]
         writer.add_chat_template(several if len(several) > 1 else several[0]["template"])

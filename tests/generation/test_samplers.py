@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from barellm.errors import UserError
+from barellm.generation import samplers
 from barellm.generation.samplers import (
     Sampling,
     biased,
@@ -184,3 +185,17 @@ def test_logits_that_are_not_finite_are_refused():
 def test_impossible_values_are_refused(wrong, found):
     with pytest.raises(UserError, match=found):
         Sampling(**wrong)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"temperature": 0.3}, {"top_k": 700}, {"top_p": 0.9}, {"top_k": 600, "top_p": 0.95, "min_p": 0.01}]
+)
+def test_a_draw_is_the_inverse_of_the_distribution_function(how):
+    """Of a vocabulary that is no multiple of the blocks in which its probabilities are added, by sums of all of them in float64."""
+    logits = np.random.default_rng(3).standard_normal(1000).astype(np.float32)
+    sampling = samplers.Sampling(seed=5, **how)
+    likely = samplers.probabilities(logits, sampling)
+    ends = np.cumsum(likely)
+    for index in range(400):
+        token, u = samplers.draw(logits, sampling, index=index), samplers.uniform(5, index)
+        assert likely[token] > 0 and ends[token] - likely[token] - 1e-6 <= u <= ends[token] + 1e-6

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from barellm.cli.main import main
+from barellm.data.bpe import trained_bpe
 from barellm.data.huggingface import HuggingFace
 from barellm.errors import UserError
 from barellm.interop import gguf_reader, gguf_writer
@@ -157,6 +158,19 @@ def test_a_file_comes_back_as_the_run_that_it_was_made_of(tmp_path, dtype):
     assert found.tokenizer and expected.tokenizer
     assert found.tokenizer.encode(TEXT).tolist() == expected.tokenizer.encode(TEXT).tolist()
     assert main(["import", str(out), "--out", str(tmp_path / "again")]) == 0
+
+
+def test_a_prompt_begins_in_a_file_as_in_the_run(tmp_path):
+    """Prompts of a run that was trained here begin with the id between its texts: llama.cpp has to put it there too."""
+    package = pytest.importorskip("gguf")
+    bpe = trained_bpe(lambda: [TEXT], vocab=288)
+    model = replace(TINY, vocab_size=bpe.vocab_size, padded_vocab=0)
+    step, out = checkpoint_of(tmp_path / "run", model, random_arrays(model), bpe), tmp_path / "m.gguf"
+    assert main(["export", str(step), "--format", "gguf", "--out", str(out)]) == 0
+    found, expected = open_weights(out).tokenizer, open_weights(step).tokenizer
+    assert found and expected and found.prompt("or not") == expected.prompt("or not")
+    assert package.GGUFReader(out).fields["tokenizer.ggml.add_bos_token"].contents() is True
+    assert expected.prompt("or not")[0] == bpe.eot
 
 
 def test_a_file_in_parts_is_read_with_all_of_them(tmp_path):
