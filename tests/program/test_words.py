@@ -41,6 +41,18 @@ def test_a_format_holds_what_it_says(name):
 
 
 @pytest.mark.parametrize("name", ["bf16_i16", "bf16_u16"])
+def test_numbers_of_16_bits_are_taken_as_they_are(name):
+    """All 65,536 of them, NaN with their payloads, infinities and zeros of both signs among them."""
+    values = np.arange(1 << 16, dtype=np.uint16).view(numpy_dtype("bf16"))
+    planes = encode(values, name)
+    assert [p.dtype.itemsize for p in planes] == [2, 2] and np.array_equal(planes[0].view(np.uint16), values.view(np.uint16))
+    assert not planes[1].any()
+    finite = np.isfinite(values.astype(np.float32))
+    for fast, usual in zip(planes, encode(values[finite].astype(np.float32), name), strict=True):
+        assert np.array_equal(fast[finite].view(np.uint16), usual.view(np.uint16))
+
+
+@pytest.mark.parametrize("name", ["bf16_i16", "bf16_u16"])
 def test_two_planes_of_16_bits_have_every_bit_of_fp32(name):
     low = np.arange(1 << 16, dtype=np.uint32)
     for upper in (0x0000, 0x3F80, 0xBF7F, 0x7F7E, 0x8000):
