@@ -370,6 +370,8 @@ class Model:
     def _session_of(self, programs: dict[str, Any], matrices: Mapping[str, quantized.Matrix] | None = None) -> Iterator[Any]:
         """A session of programs of this model, with its weights; `matrices`: those of which the programs read codes."""
         options = proven_options(self.config, self._device, training=False)
+        if self._device == "cpu":
+            quantized.keep_operands(programs, frozenset.intersection(*(w.bf16 for w in self._variants.values())))
         with opened(programs, self._device, **options) as session:
             loading: Any = quantized.Quantizing(session, matrices) if matrices else session
             self._weights.load(loading)

@@ -1,6 +1,6 @@
 """A model's programs on a backend: "cpu", "cuda", or "reference" (NumPy, for tests and small models)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -189,11 +189,11 @@ def model_flops(programs: dict[str, Program], config: Config) -> int:
 def open_model(
     config: Config, *, device: str, training: bool = True, positions: int | None = None, rows: int = 1,
     scoring: tuple[int, int] | None = None, weights: str = "", only: tuple[str, ...] = (), ranks: Ranks = ALONE,
-    documents: bool = False, exact: bool = False,
+    documents: bool = False, exact: bool = False, bf16: Collection[str] | None = None,
 ) -> Iterator[CompiledModel]:  # fmt: skip
     """Context manager: programs built, planned, compiled and allocated. `training` False: no optimizer, and `only` selects
-    programs. `weights`: a quantization scheme; such a model can only be loaded, not trained or initialized. Otherwise as
-    `build_programs`."""
+    programs. `weights`: a quantization scheme; such a model can only be loaded, not trained or initialized. `bf16`: such parameters
+    of weights that are to be loaded, as in `quantized.keep_operands`. Otherwise as `build_programs`."""
     device = chosen_device(device, config, ranks=ranks.count)
     config = resolved(config, device)
     if exact and device != "cpu":
@@ -215,6 +215,8 @@ def open_model(
         matrices = quantized.quantize_programs(programs, weights)
     elif training and config.adapter.codes:
         matrices = next(iter(programs.values())).store.matrices
+    if bf16 is not None and device == "cpu":
+        quantized.keep_operands(programs, bf16)
     options = proven_options(config, device, training=training)
     if device in NAMES:
         try:

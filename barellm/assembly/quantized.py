@@ -1,12 +1,13 @@
 """A model whose matrices have few bits: programs that multiply with codes, and how weights become codes while they are loaded."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from barellm.program import ops, quantization
 from barellm.program.builder import Program, Store
+from barellm.program.dtypes import format_of
 from barellm.program.ops.base import Op, Tensor
 from barellm.runtime.session import Session
 
@@ -93,6 +94,21 @@ def _matrix(store: Store, parameter: Tensor, how: quantization.Scheme) -> Matrix
         parameter, how, store.get(f"{parameter.name}.codes", codes, how.codes, "parameter", frozen=True),
         store.get(f"{parameter.name}.scales", scales, "fp16", "parameter", frozen=True), False,
     )  # fmt: skip
+
+
+def keep_operands(programs: Mapping[str, Program], bf16: Collection[str]) -> None:
+    """Store of each matrix of forward-only programs what GEMMs read of it alone, half of bf16_i16, with the same results: unless
+    another op reads all bits of a weight, as an embedding does, and it is not one of `bf16`, which have no more."""
+    store = next(iter(programs.values())).store
+    readers: dict[Tensor, set[str]] = {}
+    for p in programs.values():
+        for op in p.ops:
+            for t in op.inputs.values():
+                readers.setdefault(t.base, set()).add(op.name)
+    for t in store.of_role("parameter"):
+        exact = t in store.exact and not (t.name in bf16 and t.dtype == "bf16_i16")
+        if t in readers and readers[t] <= {"matmul", "embedding"} and not exact:
+            t.dtype = format_of(t.dtype).operand
 
 
 class Quantizing:

@@ -245,11 +245,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def load(path: Path, session: Session, *, optimizer: bool) -> None:
-    """Stream weights, and what the optimizer goes on with if asked, from a verified step folder into the session."""
+def load(path: Path, session: Session) -> None:
+    """Stream weights, and what the optimizer goes on with, from a verified step folder into the session."""
     need_numbers(path)
     tensorfile.read(path / WEIGHTS, session, of_role(session, "parameter"))
-    if optimizer:
-        tensorfile.read(path / OPTIMIZER, session, of_role(session, "state"))
-        if (path / GRADIENTS).exists():
-            tensorfile.read(path / GRADIENTS, session, of_role(session, "gradient"))
+    tensorfile.read(path / OPTIMIZER, session, of_role(session, "state"))
+    if (path / GRADIENTS).exists():
+        tensorfile.read(path / GRADIENTS, session, of_role(session, "gradient"))

@@ -16,6 +16,7 @@ from barellm.data import kinds, mapping, tokenizers
 from barellm.errors import UserError
 from barellm.models.user_model import mistakes_named
 from barellm.program.builder import Program, Store
+from barellm.program.dtypes import numpy_dtype
 from barellm.program.tensor import Tensor
 from barellm.runtime.session import Session
 
@@ -79,6 +80,11 @@ class Weights:
     @property
     def tensors(self) -> dict[str, Tensor]:
         return parameters(self.model)
+
+    @property
+    def bf16(self) -> frozenset[str]:
+        """The parameters whose numbers are bf16 as they lie."""
+        return frozenset(name for name, array in self.arrays.items() if array[0:0].dtype == numpy_dtype("bf16"))
 
     def stored_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
         """Leading rows [lo, hi) in the dtype that they are stored in; those of padded ids are zero."""

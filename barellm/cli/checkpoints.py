@@ -9,7 +9,7 @@ from pathlib import Path
 from barellm import models
 from barellm.assembly.build import CompiledModel, check_device, chosen_device, open_model
 from barellm.checkpoint import checkpoint, quantized
-from barellm.checkpoint.weights import Weights, parameters
+from barellm.checkpoint.weights import Weights, of_checkpoint, parameters
 from barellm.config import AdapterConfig, Config, overrides
 from barellm.data import kinds, tokenizers
 from barellm.errors import UserError
@@ -26,8 +26,7 @@ class Found:
     tokenizer: tokenizers.Tokenizer
     device: str
     weights: str  # as products read them: "" for numbers, or a scheme of few bits
-    stored: bool = False  # whether the checkpoint has them so
-    source: Weights | None = None  # where `path` is no checkpoint with all of them: another program's, or a base with an adapter
+    source: Weights | None = None  # where the weights are numbers that somebody trained
 
     @contextmanager
     def opened(
@@ -39,22 +38,18 @@ class Found:
         needed = (program,) if self.path else (program, "init")
         options = {"device": self.device, "positions": positions, "rows": rows, "scoring": scoring}
         options |= {"weights": self.weights, "only": needed, "documents": documents, "exact": exact}
-        with open_model(self.config, training=False, **options) as compiled:
+        bf16 = None if self.path is None else self.source.bf16 if self.source else ()
+        with open_model(self.config, training=False, bf16=bf16, **options) as compiled:
             if self.path is None:
                 compiled.initialize(self.config.train.seed)
-                yield compiled
-                return
-            if self.source is not None:
+            elif self.source is not None:
                 self.source.load(compiled.loading)
-                yield compiled
-                return
-            if self.stored:
+            else:
                 schemes = {name: m.how for name, m in compiled.matrices.items() if not m.stays}
                 quantized.load(self.path, compiled.loading, parameters(self.config.model), schemes)
-            else:
-                checkpoint.load(self.path, compiled.loading, optimizer=False)
-            meta = checkpoint.read_meta(self.path)
-            on_step(compiled.session, self.config, meta["step"], meta.get("total_steps"))
+            if self.path is not None and (self.path / checkpoint.MANIFEST).is_file():
+                meta = checkpoint.read_meta(self.path)
+                on_step(compiled.session, self.config, meta["step"], meta.get("total_steps"))
             yield compiled
 
 
@@ -92,18 +87,20 @@ def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1, w
         print(f"barellm: warning: skipped {text}", file=sys.stderr)
     meta = checkpoint.read_meta(path)
     config = overrides.from_json(meta["config"], path / checkpoint.META)
-    tokenizer = kinds.load_tokenizer(path, rows=config.model.vocab_size)
     config = _changed(config, batch, dtype)
-    if "base" in meta or adapter:
-        from barellm.interop import sources
-
-        source = sources.with_adapter(sources.open_weights(path), adapter)
-        return Found(path, config, tokenizer, chosen_device(device, config), weights or "", source=source)
     stored = quantized.stored_scheme(path, meta)
     if stored and weights not in (None, stored, meta["weights"]):
         made_of = meta.get("source", "the run that it was made of")
         raise UserError(f"{path} has weights {stored}, the command line says {weights}: use {made_of}")
-    return Found(path, config, tokenizer, chosen_device(device, config), stored or weights or "", bool(stored))
+    source = None
+    if "base" in meta or adapter:
+        from barellm.interop import sources
+
+        source = sources.with_adapter(sources.of_step(path), adapter)
+    elif not stored:
+        source = of_checkpoint(path)
+    tokenizer = (source and source.tokenizer) or kinds.load_tokenizer(path, rows=config.model.vocab_size)
+    return Found(path, config, tokenizer, chosen_device(device, config), stored or weights or "", source)
 
 
 def _of_others(path: Path) -> Weights | None:

@@ -26,18 +26,19 @@ def open_weights(path: Path, *, tokenizer: str = "") -> Weights:
     if weights is None:
         if not checkpoint.holds_any(path):
             raise UserError(f"{path} holds no model, expected {KNOWN}")
-        weights = _of_step(_newest(path))
+        weights = of_step(_newest(path))
     return _with_tokenizer(weights, tokenizer) if tokenizer else weights
 
 
 def _newest(path: Path) -> Path:
-    step, wrong = checkpoint.find(path)
+    step, wrong = checkpoint.find(path, optimizer=False)
     for text in wrong:
         print(f"barellm: warning: skipped {text}", file=sys.stderr)
     return step
 
 
-def _of_step(step: Path) -> Weights:
+def of_step(step: Path) -> Weights:
+    """The weights of a step folder that was verified; an adapter is merged into the base that it names."""
     if "base" not in checkpoint.read_meta(step):
         return of_checkpoint(step)
     base, found = _apart(step)

@@ -178,7 +178,10 @@ class ArenaSession(ABC):
         t = self.tensors[name]
         if np.shape(array)[1:] != tuple(t.shape[1:]) or lo + len(array) > t.shape[0]:
             raise ValueError(f"{name} has shape {tuple(t.shape)}, given {np.shape(array)} from row {lo}")
-        for plane, values in enumerate(dtypes.encode(array, t.dtype)):
+        planes = dtypes.FORMATS[t.dtype].planes or (t.dtype,)
+        # A bf16 weight has the bits of the plane that GEMMs read of one of 32 bits, ties too.
+        same = "bf16_i16" if (t.role, t.dtype) == ("parameter", "bf16") else t.dtype
+        for plane, values in zip(range(len(planes)), dtypes.encode(array, same), strict=False):
             self._set(self._row(t, lo, plane)[0], np.ascontiguousarray(values))
 
     def write_constants(self) -> None:

@@ -178,7 +178,7 @@ class Run(Inputs):
             if source.blocks != self.ranks.count:
                 before, after = (f"{n} rank{'s' * (n > 1)}" for n in (source.blocks, self.ranks.count))
                 self.console.line(f"what compression has left out on {before} is added up for {after}")
-        checkpoint.load(path, source, optimizer=True)
+        checkpoint.load(path, source)
 
     def _print_intentions(self, compiled: CompiledModel, progress: Progress) -> None:
         """Print the budget, packing and warnings before the first step."""

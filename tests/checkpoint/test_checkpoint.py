@@ -44,7 +44,7 @@ def test_load_gives_back_every_bit(folder, monkeypatch, piece):
     one.arrays["skipped"][0] = -7
     path = save(folder, one, 12)
     assert path.name == "step-000012"
-    checkpoint.load(path, other, optimizer=True)
+    checkpoint.load(path, other)
     assert same(one, other)
 
 
@@ -163,11 +163,11 @@ def test_another_model_is_refused_before_anything_is_read(folder):
     other = FakeSession(seed=5, rows=6)
     before = other.arrays["b"].copy()
     with pytest.raises(UserError, match=r"w is F32 \(5, 3\), expected F32 \(6, 3\)"):
-        checkpoint.load(path, other, optimizer=True)
+        checkpoint.load(path, other)
     np.testing.assert_array_equal(other.arrays["b"], before)
     del other.tensors["w"]
     with pytest.raises(UserError, match="has the tensor 'w', which this model lacks"):
-        checkpoint.load(path, other, optimizer=True)
+        checkpoint.load(path, other)
 
 
 # --- every call to the system fails or kills, one after the other ---
@@ -248,7 +248,7 @@ def test_a_kill_at_any_call_leaves_the_new_checkpoint_or_the_old(tmp_path, monke
         assert path is not None and not wrong, (at, wrong)
         assert checkpoint.step_of(path) in (2, 3), at
         loaded = FakeSession(seed=9)
-        checkpoint.load(path, loaded, optimizer=True)
+        checkpoint.load(path, loaded)
         assert same(loaded, FakeSession(seed=checkpoint.step_of(path))), at
         new_seen.append(checkpoint.step_of(path) == 3)
         save(folder, FakeSession(seed=3), 3)
@@ -275,7 +275,7 @@ def test_an_error_at_any_call_leaves_the_old_checkpoints(tmp_path, monkeypatch, 
         path, wrong = checkpoint.newest(folder)
         assert path is not None and not wrong, at
         loaded = FakeSession(seed=9)
-        checkpoint.load(path, loaded, optimizer=True)
+        checkpoint.load(path, loaded)
         assert same(loaded, FakeSession(seed=checkpoint.step_of(path))), at
         save(folder, FakeSession(seed=3), 3)
         assert checkpoint.newest(folder)[0] == folder / "step-000003"
@@ -397,7 +397,7 @@ def test_a_checkpoint_behind_a_link_is_read_and_replaced_as_a_link(folder, tmp_p
         (folder / f"step-00000{step}").rename(tmp_path / "disk" / str(step))
         (folder / f"step-00000{step}").symlink_to(tmp_path / "disk" / str(step))
     loaded = FakeSession(seed=9)
-    checkpoint.load(checkpoint.find(folder.parent)[0], loaded, optimizer=True)
+    checkpoint.load(checkpoint.find(folder.parent)[0], loaded)
     assert same(loaded, FakeSession(seed=2))
     assert save(folder, FakeSession(seed=5), 2).is_symlink(), "it is whole: nothing is written"
     (folder / "step-000003").symlink_to(tmp_path / "gone")

@@ -66,7 +66,7 @@ class Rank:
             checkpoint.save(folder, self.shares, step=BEFORE, meta={"config": {}}, tokenizer={}, keep=1)
 
     def load(self, folder: Path) -> None:
-        checkpoint.load(checkpoint.step_folder(folder, BEFORE), self.shares, optimizer=True)  # pyright: ignore[reportArgumentType]
+        checkpoint.load(checkpoint.step_folder(folder, BEFORE), self.shares)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("optim", [{}, {"name": "muon", "normuon": 0.9, "moments": "16bit"}], ids=["adamw", "muon"])

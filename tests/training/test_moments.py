@@ -27,7 +27,7 @@ def test_a_checkpoint_gives_back_every_code(tmp_path, moments):
     one.run("init", seed=3)
     train(one, MODEL, (3, 17), steps=2)
     path = saved(one, tmp_path / "checkpoints", 2)
-    checkpoint.load(path, other, optimizer=True)
+    checkpoint.load(path, other)
     assert other.digest() == one.digest()
     assert train(one, MODEL, (3, 17), steps=2) == train(other, MODEL, (3, 17), steps=2)
     assert other.digest() == one.digest()
@@ -40,8 +40,8 @@ def test_moments_are_converted_between_formats(tmp_path):
     wide, packed, again = (opened(CpuSession, m) for m in ("fp32", "16bit-stochastic", "fp32"))
     wide.run("init", seed=3)
     train(wide, MODEL, (3, 17), steps=2)
-    checkpoint.load(saved(wide, tmp_path / "wide", 2), packed, optimizer=True)
-    checkpoint.load(saved(packed, tmp_path / "packed", 2), again, optimizer=True)
+    checkpoint.load(saved(wide, tmp_path / "wide", 2), packed)
+    checkpoint.load(saved(packed, tmp_path / "packed", 2), again)
     for name, t in packed.tensors.items():
         if t.role == "state":
             values = wide.read(name)
