@@ -24,6 +24,7 @@ import numpy as np
 
 from barellm import models
 from barellm.assembly.build import CompiledModel, open_model
+from barellm.checkpoint.weights import parameters
 from barellm.cpu.backend import Bench, default_dtype, describe
 from barellm.cpu.processor import name as processor
 from barellm.interop import gguf_writer
@@ -112,9 +113,8 @@ def main() -> None:
             print(name, time.strftime("%H:%M:%S"), file=sys.stderr)
             dtype, weights = (name, "") if name in ("fp32", "bf16") else (default_dtype(), name)
             one = replace(config, train=replace(config.train, dtype=dtype, micro_batch_size=1))
-            variants[name] = Ours(
-                stack.enter_context(open_model(one, device="cpu", training=False, positions=POSITIONS, weights=weights))
-            )
+            how: dict[str, Any] = {"training": False, "positions": POSITIONS, "weights": weights, "bf16": parameters(one.model)}
+            variants[name] = Ours(stack.enter_context(open_model(one, device="cpu", **how)))
         for kind in args.peers if args.llama_cpp and not gguf_writer.refused(config.model) else []:
             file = gguf_file(args.llama_cpp, args.preset, kind, args.folder)
             peer = variants[f"llama.cpp {kind}"] = LlamaCpp(args.llama_cpp / "llama-bench", file, threads)
