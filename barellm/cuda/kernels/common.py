@@ -29,7 +29,7 @@ BLOCK = 1024  # elements of one program: 8 for each of 128 threads, 16 or 32 byt
 
 
 @device
-def store_or_add(to, mask, value, scalars, MODE: tl.constexpr):
+def store_or_add(to, mask, value, scalars, MODE):
     """Store `value` to the pointers `to`, or add it to what they point to, by MODE (kernel.MODES): STORE, ADD, or as the run-time
     scalar `accumulate` says ("start")."""
     if MODE == STORE:
@@ -43,13 +43,13 @@ def store_or_add(to, mask, value, scalars, MODE: tl.constexpr):
 
 
 @device
-def scalar_fp64(scalars, AT: tl.constexpr):
+def scalar_fp64(scalars, AT):
     """The run-time scalar number AT, one that is a float, as fp64."""
     return tl.load(scalars + AT).to(tl.float64, bitcast=True)
 
 
 @device
-def flat_indices(units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+def flat_indices(units, UNIT, BLOCK):
     """(indices (BLOCK,) i64 of this program's elements, mask of those below n = units * UNIT). The factor UNIT shows the compiler
     that n is a multiple of a vector: with a bare count no masked access would be wider than an element."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -57,7 +57,7 @@ def flat_indices(units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @device
-def tile_indices(rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def tile_indices(rows, C, BR, BC):
     """(rows (BR,) i64, columns (BC,), mask (BR, BC) of those below `rows` and C). Grid: blocks of rows, of columns."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BC + tl.arange(0, BC)

@@ -26,7 +26,7 @@ def is_last_program(counter):
 
 
 @device
-def store_total(out, partials, n, scalars, BLOCK: tl.constexpr, MODE: tl.constexpr):
+def store_total(out, partials, n, scalars, BLOCK, MODE):
     """out (1) = the sum of partials (n), in order, stored or added as MODE says. For the last program of a launch. A vector of two,
     one of them masked, since store_or_add takes vectors."""
     total = tl.zeros((BLOCK,), tl.float32)

@@ -58,7 +58,7 @@ LN_2, LOG2_E = constant(1 / log2(e)), constant(log2(e))
 
 
 @device
-def dropout_mask(key, head, m0, n0, H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, THRESHOLD: tl.constexpr):
+def dropout_mask(key, head, m0, n0, H, BM, BN, THRESHOLD):
     """The mask (BM, BN), from query m0 and key n0 on, of what dropout keeps. Rows of the random stream are (query, head), columns
     keys."""
     k0, k1 = key
@@ -75,8 +75,7 @@ def dropout_mask(key, head, m0, n0, H: tl.constexpr, BM: tl.constexpr, BN: tl.co
 @device
 def attend_keys(
     acc, row_sum, row_max, q, k_rows, v_rows, m0, begin, end, count, first_key, scale_log2, key, head,
-    MASK: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr, PAIR_STRIDE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    MASK, DROPOUT, HEADS, STRIDES, PAIR_STRIDE, BM, BN,
 ):  # fmt: skip
     """Online softmax of queries q (BM, DP) over the keys [begin, end): returns the updated acc (BM, DP), row_sum (BM) and row_max
     (BM) fp32, the maximum in units of log2(e). k_rows, v_rows: pointers to the head's keys and values. `first_key` (BM,): the first
@@ -103,11 +102,7 @@ def attend_keys(
 
 
 @device
-def attention_forward(
-    out, lse, q, k, v, starts, scalars, seq, stream,
-    SCALES: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr, OFFSETS: tl.constexpr,
-    MASKING: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+def attention_forward(out, lse, q, k, v, starts, scalars, seq, stream, SCALES, DROPOUT, HEADS, STRIDES, OFFSETS, MASKING, BM, BN):
     """out and lse of a block of BM queries of one head; the last block, which has the most keys, starts first. Causal: keys before
     the block's first query need no mask, so there are two loops. Full: one loop, which masks every block for keys beyond the last,
     because with a second loop ptxas waits for each matmul of the first. Grid: blocks of queries, heads of all sequences."""

@@ -50,9 +50,7 @@ from barellm.program.integers import ceil_div
 
 
 @device
-def attention_stats(
-    stats, out, dout, lse, starts, scalars, seq, HEADS: tl.constexpr, MASKING: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
+def attention_stats(stats, out, dout, lse, starts, scalars, seq, HEADS, MASKING, BM):
     """stats of BM queries of a head: lse / ln 2 and delta, the sum of dout * out over its columns; with a local mask also the first
     visible key, which fp32 holds exactly up to 2^24. Grid: blocks of queries, heads of all sequences."""
     H: tl.constexpr = HEADS[0]
@@ -77,7 +75,7 @@ def attention_stats(
 
 
 @device
-def stats_of(stats, m0, count, LOCAL: tl.constexpr, BM: tl.constexpr):
+def stats_of(stats, m0, count, LOCAL, BM):
     """Load (lse / ln 2, delta, first visible key as i32; 0 unless LOCAL) of the queries from m0 on, (BM,) each, zeros beyond
     `count`. One load of as many elements as the program has threads: with fewer, Triton would have each thread load all that its
     scores need: 16 of a block of 64, and twice."""
@@ -92,8 +90,7 @@ def stats_of(stats, m0, count, LOCAL: tl.constexpr, BM: tl.constexpr):
 @device
 def add_queries(
     dk, dv, k, v, q_rows, k_rows, v_rows, dout, stats, m0, n0, count, first, scale_log2, key, head,
-    CAUSAL: tl.constexpr, LOCAL: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr,
-    PAIR_STRIDES: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL, LOCAL, DROPOUT, HEADS, STRIDES, PAIR_STRIDES, DC, BM, BN,
 ):  # fmt: skip
     """Add what BM queries from m0 on contribute to dk and dv (BN, DC), the DC columns from `first` on, of the keys from n0 on.
     Scores are transposed, (BN, BM), so no operand of a matmul must change its layout. k, v: blocks in registers, or None where DC <
@@ -133,9 +130,8 @@ def add_queries(
 
 @device
 def attention_dkv(
-    dk, dv, q, k, v, dout, stats, starts, scalars, seq, stream, SCALES: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr,
-    STRIDES: tl.constexpr, OFFSETS: tl.constexpr, MASKING: tl.constexpr, SOFTMAX_SCALE: tl.constexpr, DKV_MODES: tl.constexpr,
-    DKV_STRIDES: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    dk, dv, q, k, v, dout, stats, starts, scalars, seq, stream,
+    SCALES, DROPOUT, HEADS, STRIDES, OFFSETS, MASKING, SOFTMAX_SCALE, DKV_MODES, DKV_STRIDES, DC, BM, BN,
 ):  # fmt: skip
     """dk and dv of a block of BN keys of one KV head. Causal: it visits the queries from the block's first key on, those of the
     diagonal with the mask; else all queries without one: the gradients of keys beyond the last one are not written. With a large
@@ -232,8 +228,7 @@ def attention_dkv(
 @device
 def add_keys(
     dq, q, do, k_rows, v_rows, lse, delta, m0, begin, end, count, first_key, scale_log2, key, head,
-    MASK: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr, PAIR_STRIDE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    MASK, DROPOUT, HEADS, STRIDES, PAIR_STRIDE, BM, BN,
 ):  # fmt: skip
     """Add what the keys [begin, end) contribute to dq (BM, DP) fp32, without the softmax scale. q, do: blocks (BM, DP) of queries
     and of dout; lse, delta (BM,): those of `stats_of`; k_rows, v_rows: pointers to the head's keys and values; `first_key` (BM,):
@@ -257,9 +252,8 @@ def add_keys(
 
 @device
 def attention_dq(
-    dq, q, k, v, dout, stats, starts, scalars, seq, stream, SCALES: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr,
-    STRIDES: tl.constexpr, OFFSETS: tl.constexpr, MASKING: tl.constexpr, SOFTMAX_SCALE: tl.constexpr, DQ_MODE: tl.constexpr,
-    DQ_STRIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    dq, q, k, v, dout, stats, starts, scalars, seq, stream,
+    SCALES, DROPOUT, HEADS, STRIDES, OFFSETS, MASKING, SOFTMAX_SCALE, DQ_MODE, DQ_STRIDE, BM, BN,
 ):  # fmt: skip
     """dq of a block of BM queries of one head, with the loops over keys of the forward pass. Grid: blocks of queries, heads of all
     sequences. DQ_MODE, DQ_STRIDE: of dq."""

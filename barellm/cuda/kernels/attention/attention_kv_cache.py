@@ -29,10 +29,7 @@ COPY = 1024  # columns of a row that one program copies
 
 
 @device
-def append_to_caches(
-    k_cache, v_cache, k, v, scalars, seq,
-    C: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def append_to_caches(k_cache, v_cache, k, v, scalars, seq, C, K_STRIDE, V_STRIDE, L, BLOCK):
     """Rows pos .. pos + T of the caches (B, L, C) = k and v (B, T, C). Grid: tokens, blocks of their C = G * D columns."""
     token = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -43,7 +40,7 @@ def append_to_caches(
 
 
 @device
-def query_rows(q, i, count, STRIDE: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+def query_rows(q, i, count, STRIDE, GROUP_SIZE, D, DP):
     """Load queries (BM, DP) of a KV head: rows `i` (BM,) of its group, zeros beyond `count` rows and D columns. `q` points to the
     group's first head in the sequence's first token."""
     d = tl.arange(0, DP)
@@ -55,17 +52,15 @@ def query_rows(q, i, count, STRIDE: tl.constexpr, GROUP_SIZE: tl.constexpr, D: t
 
 
 @device
-def visible_keys(pos, m0, seq, GROUP_SIZE: tl.constexpr, BM: tl.constexpr):
+def visible_keys(pos, m0, seq, GROUP_SIZE, BM):
     """How many keys the block of BM rows from m0 on sees: those up to its last token."""
     return pos + min((m0 + BM - 1) // GROUP_SIZE + 1, seq)
 
 
 @device
 def attention_split_kv(
-    partials, stats, q, k_cache, v_cache, scalars, seq, part,
-    SCALE_LOG2: tl.constexpr, H: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, Q_STRIDE: tl.constexpr,
-    L: tl.constexpr, WINDOW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    partials, stats, q, k_cache, v_cache, scalars, seq, part, SCALE_LOG2, H, GROUP_SIZE, D, DP, Q_STRIDE, L, WINDOW, BM, BN
+):
     """Online softmax of BM rows of a group over one split of `part` keys: partials (splits, B, T, H, D) fp32, not yet divided by
     the sum of probabilities; stats (splits, B, T, H, 2): the maximum score, in units of ln 2, and that sum. A token sees the last
     WINDOW keys up to its own (0: all). Splits that see no key write nothing. Grid: blocks of rows, KV heads of all sequences,
@@ -114,10 +109,7 @@ def attention_split_kv(
 
 
 @device
-def combine_split_kv(
-    out, partials, stats, scalars, seq, part,
-    BM: tl.constexpr, H: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
+def combine_split_kv(out, partials, stats, scalars, seq, part, BM, H, GROUP_SIZE, D, DP, WINDOW):
     """out (B, T, H, D) = the partial results of the splits, rescaled to their common maximum, added in order and divided by the sum
     of probabilities. `part`: keys of a split; BM: that of attention_split_kv, which decides a row's splits. Grid: tokens, heads."""
     token, head, tokens = tl.program_id(0), tl.program_id(1), tl.num_programs(0)

@@ -18,18 +18,18 @@ WIDEST = constant(1 << 30)
 
 
 @device
-def apply_mask(x, m, n, count, MASK: tl.constexpr, other: tl.constexpr):
-    """Scores or probabilities x, replaced by `other` where MASK hides the key. m, n: positions of queries and keys, which broadcast
+def apply_mask(x, m, n, count, MASK, OTHER):
+    """Scores or probabilities x, replaced by OTHER where MASK hides the key. m, n: positions of queries and keys, which broadcast
     to the shape of x; `count`: keys of the sequence."""
     if MASK == MASK_CAUSAL:
-        x = tl.where(m >= n, x, other)
+        x = tl.where(m >= n, x, OTHER)
     elif MASK == MASK_LENGTH:
-        x = tl.where(n < count, x, other)
+        x = tl.where(n < count, x, OTHER)
     return x
 
 
 @device
-def window_size(scalars, WINDOW: tl.constexpr):
+def window_size(scalars, WINDOW):
     """The window in keys before a query's own, i32; at most 2^30, so that sums with it do not overflow."""
     if WINDOW < -1:
         return -2 - WINDOW
@@ -37,7 +37,7 @@ def window_size(scalars, WINDOW: tl.constexpr):
 
 
 @device
-def first_visible_key(starts, scalars, t, WINDOW: tl.constexpr, FOLD: tl.constexpr):
+def first_visible_key(starts, scalars, t, WINDOW, FOLD):
     """The first key that each query sees under a local mask; t: the queries' positions in the sequence, of any shape."""
     first = t * 0
     if WINDOW != -1:
@@ -48,7 +48,7 @@ def first_visible_key(starts, scalars, t, WINDOW: tl.constexpr, FOLD: tl.constex
 
 
 @device
-def visible_queries_end(starts, scalars, key, seq, WINDOW: tl.constexpr, FOLD: tl.constexpr):
+def visible_queries_end(starts, scalars, key, seq, WINDOW, FOLD):
     """The end (exclusive) of the queries that see `key` (a scalar) under a local mask, found by binary search for the first
     position whose document starts after the key: `starts` never decreases."""
     high = seq
@@ -65,7 +65,7 @@ def visible_queries_end(starts, scalars, key, seq, WINDOW: tl.constexpr, FOLD: t
 
 
 @device
-def softmax_scale_of(scalars, SCALE_AT: tl.constexpr, FACTOR: tl.constexpr):
+def softmax_scale_of(scalars, SCALE_AT, FACTOR):
     """The softmax scale that is run-time scalar number SCALE_AT, times FACTOR, as fp32."""
     return (scalar_fp64(scalars, SCALE_AT) * FACTOR).to(tl.float32)
 

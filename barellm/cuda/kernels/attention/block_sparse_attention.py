@@ -28,7 +28,7 @@ from barellm.program.tensor import Dim, Tensor
 
 
 @device
-def block_of(table, i, LAYOUT: tl.constexpr, PART: tl.constexpr):
+def block_of(table, i, LAYOUT, PART):
     """(first position in the sequence, offset in its block, the block's kind) of tile i (PART positions) of the listed blocks."""
     BLOCK: tl.constexpr = LAYOUT[0]
     entry, offset = i // (BLOCK // PART), i % (BLOCK // PART) * PART
@@ -37,13 +37,13 @@ def block_of(table, i, LAYOUT: tl.constexpr, PART: tl.constexpr):
 
 
 @device
-def block_range(table, row, BLOCK: tl.constexpr, PART: tl.constexpr):
+def block_range(table, row, BLOCK, PART):
     """[begin, end) of the tiles, of PART positions each, of the blocks in list `row`: arguments of `block_of`."""
     return tl.load(table + row) * (BLOCK // PART), tl.load(table + row + 1) * (BLOCK // PART)
 
 
 @device
-def is_visible(masks, kind, query, key, BLOCK: tl.constexpr):
+def is_visible(masks, kind, query, key, BLOCK):
     """Which of the queries see which of the keys of a block of this `kind`. query, key: offsets in the block, which broadcast to a
     tile. For kind 0 nothing is loaded and all is visible: a branch would make each wgmma wait for the one before."""
     WORDS: tl.constexpr = (BLOCK + 31) // 32
@@ -53,9 +53,8 @@ def is_visible(masks, kind, query, key, BLOCK: tl.constexpr):
 
 @device
 def block_sparse_attention_forward(
-    out, lse, q, k, v, rows, masks, relative, seq, SCALE_LOG2: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr,
-    OFFSETS: tl.constexpr, LAYOUT: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    out, lse, q, k, v, rows, masks, relative, seq, SCALE_LOG2, HEADS, STRIDES, OFFSETS, LAYOUT, TERMS, BM, BN
+):
     """out and lse of BM queries of one head, with online softmax over the listed keys, BN at a time; the last queries of a
     sequence, whose lists are the longest if any are, start first. Grid: blocks of queries, heads of all sequences."""
     H: tl.constexpr = HEADS[0]

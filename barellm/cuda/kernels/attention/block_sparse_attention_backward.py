@@ -30,9 +30,8 @@ from barellm.cuda.lang import device, tl
 
 @device
 def block_sparse_attention_dkv(
-    dk, dv, q, k, v, dout, stats, columns, masks, relative, scalars, seq, SCALE_LOG2: tl.constexpr, SOFTMAX_SCALE: tl.constexpr,
-    HEADS: tl.constexpr, STRIDES: tl.constexpr, OFFSETS: tl.constexpr, LAYOUT: tl.constexpr, TERMS: tl.constexpr,
-    DKV_MODES: tl.constexpr, DKV_STRIDES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    dk, dv, q, k, v, dout, stats, columns, masks, relative, scalars, seq,
+    SCALE_LOG2, SOFTMAX_SCALE, HEADS, STRIDES, OFFSETS, LAYOUT, TERMS, DKV_MODES, DKV_STRIDES, BM, BN,
 ):  # fmt: skip
     """dk and dv of BN keys of one KV head, over the queries that `columns` lists, for one head of the group after the other. Scores
     are transposed, (BN, BM). Grid: blocks of keys, KV heads of all sequences."""
@@ -74,9 +73,8 @@ def block_sparse_attention_dkv(
 
 @device
 def block_sparse_attention_dq(
-    dq, q, k, v, dout, stats, rows, masks, relative, scalars, seq, SCALE_LOG2: tl.constexpr, SOFTMAX_SCALE: tl.constexpr,
-    HEADS: tl.constexpr, STRIDES: tl.constexpr, OFFSETS: tl.constexpr, LAYOUT: tl.constexpr, TERMS: tl.constexpr,
-    DQ_MODE: tl.constexpr, DQ_STRIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    dq, q, k, v, dout, stats, rows, masks, relative, scalars, seq,
+    SCALE_LOG2, SOFTMAX_SCALE, HEADS, STRIDES, OFFSETS, LAYOUT, TERMS, DQ_MODE, DQ_STRIDE, BM, BN,
 ):  # fmt: skip
     """dq of BM queries of one head, over the keys that `rows` lists. Grid: blocks of queries, heads of all sequences."""
     H: tl.constexpr = HEADS[0]

@@ -42,7 +42,7 @@ STREAM_ROWS = constant(64)  # rows that stream past a tile in one step
 
 
 @gluon
-def streamed_rows(tile_row, seq, DKV: gl.constexpr):
+def streamed_rows(tile_row, seq, DKV):
     """[begin, stop) of the rows that stream past the tile at `tile_row`: for a tile of keys (DKV) the queries from its first key
     on, for a tile of queries the keys up to its last query."""
     if DKV:
@@ -52,9 +52,7 @@ def streamed_rows(tile_row, seq, DKV: gl.constexpr):
 
 
 @gluon
-def producer(
-    x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items, DKV: gl.constexpr, HEADS: gl.constexpr,
-):  # fmt: skip
+def producer(x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items, DKV, HEADS):
     """The producer warp: for each tile, TMA loads of its x and y (WG_M rows for each consumer), then of blocks of a and b, with DKV
     those of each query head of the group, into every free stage, ahead into the next tile. `items`: tiles of all heads."""
     H: gl.constexpr = HEADS[0]
@@ -96,10 +94,7 @@ def producer(
 
 
 @gluon
-def consumer(
-    dx, dy, stats, tile_pipeline, stream_pipeline, seq, items,
-    WG: gl.constexpr, DKV: gl.constexpr, SCALES: gl.constexpr, HEADS: gl.constexpr, DKV_STRIDES: gl.constexpr,
-):  # fmt: skip
+def consumer(dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, WG, DKV, SCALES, HEADS, DKV_STRIDES):
     """A consumer warpgroup: the sums of WG_M rows of each tile, x_sum (dk or dq) and y_sum (dv), (WG_M, D) in registers, over the
     streamed blocks. Only the blocks that hold the diagonal, or end the sequence, are masked."""
     H: gl.constexpr = HEADS[0]
@@ -183,22 +178,21 @@ def skip_block(full, empty, i):
 
 
 @gluon
-def query_stat(block, which: gl.constexpr, SCORES: gl.constexpr):
-    """A statistic of each streamed query, lse (`which` 0) or delta (1), as (1, STREAM_ROWS) in the layout of the scores. `block`
+def query_stat(block, WHICH, SCORES):
+    """A statistic of each streamed query, lse (WHICH 0) or delta (1), as (1, STREAM_ROWS) in the layout of the scores. `block`
     (STREAM_ROWS, STATS) is in shared memory; STATS_LAYOUT loads each value into the threads whose scores have its column, so no
     data moves between threads."""
     STATS_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[1, 0], [8, 0], [16, 0], [32, 0]], [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [STREAM_ROWS, 1]
     )
-    values = block.slice(which, 1, dim=1).load(STATS_LAYOUT).reshape([STREAM_ROWS])
+    values = block.slice(WHICH, 1, dim=1).load(STATS_LAYOUT).reshape([STREAM_ROWS])
     return gl.expand_dims(gl.convert_layout(values, gl.SliceLayout(0, SCORES), assert_trivial=True), 0)
 
 
 @gluon
 def hopper_attention_backward(
-    dx, dy, stats, x_map, y_map, a_map, b_map, stats_map, seq, heads,
-    DKV: gl.constexpr, SCALES: gl.constexpr, HEADS: gl.constexpr, DKV_STRIDES: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    dx, dy, stats, x_map, y_map, a_map, b_map, stats_map, seq, heads, DKV, SCALES, HEADS, DKV_STRIDES, STAGES
+):
     """Allocate shared memory and mbarriers, and start the warps. With DKV dx is dk and dy is dv, else dx is dq and dy None.
     NAME_map: tensor maps; `stats` (dq) and `stats_map` (DKV) are of the same matrix (queries of all heads, STATS). `heads`: of the
     tiles, of all sequences. STAGES: of the streamed blocks."""

@@ -28,7 +28,7 @@ MIN_TILES = 16
 
 
 @device
-def kind_of_block(rows, row, key, LAYOUT: tl.constexpr, LONGEST: tl.constexpr):
+def kind_of_block(rows, row, key, LAYOUT, LONGEST):
     """The kind of the block of keys `key` in list `row` of the table `rows` (block_sparse_attention.py); -1 if it is not listed.
     All entries, LONGEST at most, are compared at once."""
     begin, end = tl.load(rows + row), tl.load(rows + row + 1)
@@ -64,9 +64,8 @@ class Tiles:
 
 @device
 def block_sparse_attention_drelative(
-    partials, q, k, v, dout, stats, rows, masks, relative, chunk, count, seq, SCALE_LOG2: tl.constexpr, SOFTMAX_SCALE: tl.constexpr,
-    HEADS: tl.constexpr, STRIDES: tl.constexpr, OFFSETS: tl.constexpr, LAYOUT: tl.constexpr, TERMS: tl.constexpr,
-    LEAST: tl.constexpr, LONGEST: tl.constexpr, BT: tl.constexpr,
+    partials, q, k, v, dout, stats, rows, masks, relative, chunk, count, seq,
+    SCALE_LOG2, SOFTMAX_SCALE, HEADS, STRIDES, OFFSETS, LAYOUT, TERMS, LEAST, LONGEST, BT,
 ):  # fmt: skip
     """partials (slices, 2, M, H * D): the sums over tiles of the scores' gradients by distance, transposed, times the queries.
     Grid: gaps from LEAST tiles on, heads, slices of `chunk` of the `count` tiles of queries of all sequences."""

@@ -26,7 +26,7 @@ LOSSES = 4096  # that total_loss adds at a time
 
 
 @device
-def columns_of(logits, c, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexpr):
+def columns_of(logits, c, V, VALID, BLOCK):
     """(logits (BLOCK,) fp32 from column `c` of a row on, -inf in the padding; their columns). The load's mask is that of V: with
     that of VALID, which may be odd, each load would be one element wide."""
     i = c + tl.arange(0, BLOCK)
@@ -44,7 +44,7 @@ def joined(top, sums, x):
 
 
 @device
-def max_and_sum(logits, V: tl.constexpr, VALID: tl.constexpr, BLOCKS: tl.constexpr):
+def max_and_sum(logits, V, VALID, BLOCKS):
     """(maximum of a row, sum of exp(row - maximum)), online. Each THREAD_COLUMNS columns of a thread have a running maximum and sum
     of their own, so that threads synchronize only after the full blocks and after the rest; a common maximum would need it in every
     iteration."""
@@ -68,7 +68,7 @@ def max_and_sum(logits, V: tl.constexpr, VALID: tl.constexpr, BLOCKS: tl.constex
 
 
 @device
-def log_sum_exp(logits, V: tl.constexpr, VALID: tl.constexpr, BLOCKS: tl.constexpr):
+def log_sum_exp(logits, V, VALID, BLOCKS):
     """log(sum(exp(row))) over the VALID columns of a row."""
     top, sums = max_and_sum(logits, V, VALID, BLOCKS)
     return top + tl.math.log2(sums) * LN_2
@@ -81,10 +81,7 @@ def scale_of(loss_scale):
 
 
 @device
-def write_gradient(
-    dlogits, logits, target, target_logit, lse, loss_scale, scalars,
-    V: tl.constexpr, VALID: tl.constexpr, MODE: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+def write_gradient(dlogits, logits, target, target_logit, lse, loss_scale, scalars, V, VALID, MODE, BLOCKS):
     """Store or add (MODE) one row of dlogits = (softmax - onehot) * inv_targets, times the loss scale if there is one; zero where
     the target is ignored, and in the padding. `lse`: the row's log-sum-exp; `at_target`: the target's logit. To store, softmax *
     inv_targets goes everywhere, and then the target's element is corrected: a comparison for each column takes three
@@ -114,9 +111,7 @@ def write_gradient(
 
 
 @device
-def row_losses(
-    losses, lse, dlogits, logits, targets, loss_scale, scalars, V: tl.constexpr, VALID: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+def row_losses(losses, lse, dlogits, logits, targets, loss_scale, scalars, V, VALID, BLOCKS):
     """One row: its loss, lse - logits[target], zero where the target is ignored; lse and dlogits if they are given. dlogits may
     alias logits: the target's logit is read before the reduction over the row, so before any thread writes."""
     row = tl.program_id(0).to(tl.int64)
@@ -134,7 +129,7 @@ def row_losses(
 
 
 @device
-def row_scores(losses, margins, logits, targets, scalars, V: tl.constexpr, VALID: tl.constexpr, BLOCKS: tl.constexpr):
+def row_scores(losses, margins, logits, targets, scalars, V, VALID, BLOCKS):
     """One row: losses = lse - logits[target] and margins = max(logits) - logits[target], zero where the target is ignored."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
@@ -146,10 +141,7 @@ def row_scores(losses, margins, logits, targets, scalars, V: tl.constexpr, VALID
 
 
 @device
-def row_gradients(
-    dlogits, logits, targets, lse, loss_scale, scalars,
-    V: tl.constexpr, VALID: tl.constexpr, MODE: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+def row_gradients(dlogits, logits, targets, lse, loss_scale, scalars, V, VALID, MODE, BLOCKS):
     """Backward pass of one row: store or add (MODE) dlogits, from logits, target and the lse of the forward pass."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
@@ -159,7 +151,7 @@ def row_gradients(
 
 
 @device
-def total_loss(loss, losses, scalars, rows, BLOCK: tl.constexpr):
+def total_loss(loss, losses, scalars, rows, BLOCK):
     """loss (1) = inv_targets * sum of losses. One program, so one order."""
     sums, i = tl.zeros((BLOCK,), tl.float32), tl.arange(0, BLOCK)
     for r in range(0, rows, BLOCK):

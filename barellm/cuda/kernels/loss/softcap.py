@@ -31,7 +31,7 @@ SATURATED = constant(2.0**60)  # exp(-u) at most: sigmoid or slope are as good a
 
 
 @device
-def sigmoid_and_slope(x, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
+def sigmoid_and_slope(x, SHIFT, WIDTH):
     """(s, s (1 - s)): the sigmoid s of u = (x + SHIFT) / WIDTH, and its slope. 1 - s is s exp(-u), which loses no digits."""
     exp_minus_u = tl.math.exp2((x + SHIFT) * (-LOG2_E / WIDTH))
     exp_minus_u = tl.where(exp_minus_u > SATURATED, SATURATED, exp_minus_u)  # NaN stays
@@ -40,7 +40,7 @@ def sigmoid_and_slope(x, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @device
-def capped(x, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
+def capped(x, SCALE, SHIFT, WIDTH):
     """z and dz/dx of logits x, fp32."""
     if SCALE == 0.0:
         z, slope = x, 1.0
@@ -52,10 +52,7 @@ def capped(x, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @device
-def softcap_log_sum_exp(
-    logits, V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):  # fmt: skip
+def softcap_log_sum_exp(logits, V, VALID, SCALE, SHIFT, WIDTH, BLOCKS):
     """log(sum(exp(z))) of one row of logits, over its VALID columns; `logits` points to the row."""
     if SCALE == 0.0:
         lse = log_sum_exp(logits, V, VALID, BLOCKS)
@@ -71,7 +68,7 @@ def softcap_log_sum_exp(
 
 
 @device
-def target_of(targets, row, position, length, scalars, AHEAD: tl.constexpr, PREDICT: tl.constexpr):
+def target_of(targets, row, position, length, scalars, AHEAD, PREDICT):
     """(target, weight): the target AHEAD tokens further than the row's own, and its MTP weight; (-1, 0) beyond the sequence's end,
     where the target is ignored, or where AHEAD >= PREDICT. `position`: the row's index in its sequence."""
     target, weight = -1, 0.0
@@ -82,9 +79,7 @@ def target_of(targets, row, position, length, scalars, AHEAD: tl.constexpr, PRED
 
 
 @device
-def capped_at(
-    logits, target, AHEAD: tl.constexpr, PREDICT: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def capped_at(logits, target, AHEAD, PREDICT, SCALE, SHIFT, WIDTH):
     """The capped logit z of column `target` of a row (of column 0 if it is -1); 0 where AHEAD >= PREDICT."""
     z = 0.0
     if AHEAD < PREDICT:
@@ -94,10 +89,8 @@ def capped_at(
 
 @device
 def write_gradient(
-    dlogits, logits, lse, t0, w0, t1, w1, t2, w2, loss_scale, scale, scalars,
-    V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
-    PREDICT: tl.constexpr, MODE: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+    dlogits, logits, lse, t0, w0, t1, w1, t2, w2, loss_scale, scale, scalars, V, VALID, SCALE, SHIFT, WIDTH, PREDICT, MODE, BLOCKS
+):
     """Store or add (MODE) one row of the gradient, (sum of weights * softmax - weight of the column) * dz/dx * factor: t0, t1, t2
     are the targets' columns and w0, w1, w2 their weights, other columns have none; padding becomes zero. The factor is inv_targets
     * loss scale. With a `scale` (1) dlogits are 8-bit codes of the value code * scale * inv_targets, so the factor is 1 / scale.
@@ -123,10 +116,8 @@ def write_gradient(
 
 @device
 def softcap_row_losses(
-    losses, nexts, lse, dlogits, logits, targets, loss_scale, scalars, first, length,
-    V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
-    PREDICT: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+    losses, nexts, lse, dlogits, logits, targets, loss_scale, scalars, first, length, V, VALID, SCALE, SHIFT, WIDTH, PREDICT, BLOCKS
+):
     """One row: its loss, the sum of weight (lse - z) over the targets; `nexts`, lse - z of the next token alone; and lse and
     dlogits if they are given. dlogits may alias logits: the targets' logits are read before the reduction over the row, before any
     write."""
@@ -159,10 +150,8 @@ def softcap_row_losses(
 
 @device
 def softcap_row_gradients(
-    dlogits, logits, targets, lse, loss_scale, scale, scalars, first, length,
-    V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
-    PREDICT: tl.constexpr, MODE: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+    dlogits, logits, targets, lse, loss_scale, scale, scalars, first, length, V, VALID, SCALE, SHIFT, WIDTH, PREDICT, MODE, BLOCKS
+):
     """Backward pass of one row: store or add (MODE) dlogits, computed from logits, targets and the lse of the forward pass; as
     8-bit codes if there is a `scale` (1)."""
     row = tl.program_id(0).to(tl.int64)
@@ -221,10 +210,7 @@ def lower_gradients(op: Any, c: Lowering, dlogits: Tensor, mode: int, **more: An
 
 @kernel("softcap", starts="y", constants=lambda op: dict(zip(("SCALE", "SHIFT", "WIDTH"), op.cap, strict=True)))
 @device
-def softcap(
-    y, x, scalars, units,
-    SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+def softcap(y, x, scalars, units, SCALE, SHIFT, WIDTH, UNIT, BLOCK, MODE):
     """y = z for a cap with a SHIFT. Without one z is centred, y = z - SCALE / 2, which is c tanh(x / c) with c = SCALE / 2."""
     i, mask = flat_indices(units, UNIT, BLOCK)
     z, _ = capped(tl.load(x + i, mask=mask, other=0.0).to(tl.float32), SCALE, SHIFT, WIDTH)

@@ -23,8 +23,7 @@ MAX_CHUNKS, MIN_ROWS = 512, 8  # four programs for each of 128 multiprocessors
 @device
 def layernorm_backward(
     dx, narrow, partials, dy, x, weight, mean, rstd, scalars, rows, per, seq, stream,
-    C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
-    DBIAS: tl.constexpr, DX_SUM: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, STAGES: tl.constexpr,
+    C, BR, BC, MODE, DBIAS, DX_SUM, THRESHOLD, SCALE, STAGES,
 ):  # fmt: skip
     """A program takes one chunk of `per` rows, BR at a time, with loads of the next ones in flight (STAGES). It stores or adds dx
     (MODE), stores `narrow`, and sums its part of dweight, of dbias (if DBIAS) and of the next op's bias gradient (if DX_SUM), the

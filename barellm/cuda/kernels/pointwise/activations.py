@@ -79,7 +79,7 @@ def normal_below(x):
 
 
 @device
-def value_of(x, NAME: tl.constexpr):
+def value_of(x, NAME):
     """The activation NAME of fp32 values; NAME is known at compile time, so one branch is left."""
     if NAME == "gelu":
         y = gelu_value(x)
@@ -95,7 +95,7 @@ def value_of(x, NAME: tl.constexpr):
 
 
 @device
-def slope_of(x, NAME: tl.constexpr):
+def slope_of(x, NAME):
     """The derivative of an activation at fp32 values; NAME: that of the derivative's op."""
     if NAME == "gelu_backward":
         y = gelu_slope(x)
