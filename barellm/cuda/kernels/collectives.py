@@ -1,7 +1,5 @@
 """Collectives between GPUs. Tensors travel by NCCL (`cuda.nccl`); received gradients are added here, in rank order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import gcd
 from typing import Any

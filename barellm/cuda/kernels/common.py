@@ -1,8 +1,6 @@
 """Device functions and launches that kernels share: run-time scalars, writing an output, indices of a program's elements or
 rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import gcd
 from typing import Any

@@ -1,8 +1,6 @@
 """Microbenchmarks of the roofline: peak FLOP/s and bandwidth (the result depends on every operation, and nobody reads it). And a
 comparison of two ranges of memory."""
 
-from __future__ import annotations
-
 from barellm.cuda.lang import device, tl
 
 

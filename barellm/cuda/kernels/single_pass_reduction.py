@@ -5,8 +5,6 @@ Each program stores its partial sum, then increments the counter. The program th
 order, so the bits do not depend on which one it is. It also resets the counter to zero for the next launch. It pays where the
 partial sums are few, because one program adds them while the other multiprocessors are idle."""
 
-from __future__ import annotations
-
 from barellm.cuda.kernels.common import store_or_add
 from barellm.cuda.lang import device, tl
 

@@ -4,8 +4,6 @@ A weight is one array, or two planes p and lo (`program.dtypes`): the bits (hi <
 and "bf16_u16", whose lo is unsigned (hi is truncated), or the nearest fp16 and the fp32 weight of "fp16_fp32". FORMAT: one of
 these, None for one array. A moment is one array, or the 16-bit codes of `program.moments`: fp32 with fewer bits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernels.optim.multi_tensor import aligned_pointer, column

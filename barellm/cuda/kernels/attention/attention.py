@@ -11,10 +11,11 @@ Sliding windows and document masks (attention_mask.py) skip blocks of keys that 
 
 Tuples of constants that the kernels of attention take (None or -1: absent):
 
-    HEADS    H, GROUP_SIZE, D, DP                 STRIDES  elements from a row to the next, of q, k, v
-    DROPOUT  threshold of a random word, 1 / (1 - rate)        OFFSETS  from q's columns to k's and v's, if all are in one tensor
+    STRIDES  elements from a row to the next, of q, k, v       OFFSETS  from q's columns to k's and v's, if all are in one tensor
+    DROPOUT  threshold of a random word, 1 / (1 - rate)
     SCALES   softmax scale times log2(e), so that a probability is one fma and one exp2; index of a run-time scale's scalar
-    MASKING  causal, local (windows or documents), index of the run-time window's scalar, FOLD
+
+Of the mask (attention_mask.py): CAUSAL; LOCAL, whether there are windows or documents; WINDOW; FOLD.
 
 Operands and names that recur: `starts`: first positions of documents; `seq`: positions of a sequence; `stream`: number of dropout's
 random stream, `key` its Threefry key; m0, n0: first query and key of a block, BM and BN its size; `count`: keys of the sequence.
@@ -25,8 +26,6 @@ cp.async, `num_stages` in flight; Triton places the waits and two barriers for e
 
 Over the P = T (T + 1) / 2 pairs of a head, or T^2, it does 4 P D operations. It moves q, k, v, out and lse once, and keys and
 values T / BM times from L2."""
-
-from __future__ import annotations
 
 from math import e, log2
 from typing import Any
@@ -43,7 +42,7 @@ from barellm.cuda.kernels.attention.attention_mask import (
     apply_mask,
     first_visible_key,
     mask_constants,
-    softmax_scale_of,
+    softmax_scale,
 )
 from barellm.cuda.kernels.attention.attention_tiles import kv_pointer, load_rows, store_rows
 from barellm.cuda.kernels.common import SAMPLE
@@ -75,14 +74,11 @@ def dropout_mask(key, head, m0, n0, H, BM, BN, THRESHOLD):
 @device
 def attend_keys(
     acc, row_sum, row_max, q, k_rows, v_rows, m0, begin, end, count, first_key, scale_log2, key, head,
-    MASK, DROPOUT, HEADS, STRIDES, PAIR_STRIDE, BM, BN,
+    MASK, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
 ):  # fmt: skip
     """Online softmax of queries q (BM, DP) over the keys [begin, end): returns the updated acc (BM, DP), row_sum (BM) and row_max
     (BM) fp32, the maximum in units of log2(e). k_rows, v_rows: pointers to the head's keys and values. `first_key` (BM,): the first
     visible key of each query under a local mask, else None."""
-    H: tl.constexpr = HEADS[0]
-    D: tl.constexpr = HEADS[2]
-    DP: tl.constexpr = HEADS[3]
     for n0 in range(begin, end, BN):
         k = load_rows(k_rows, n0, count, STRIDES[1], BN, D, DP, PAIR_STRIDE)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -102,17 +98,13 @@ def attend_keys(
 
 
 @device
-def attention_forward(out, lse, q, k, v, starts, scalars, seq, stream, SCALES, DROPOUT, HEADS, STRIDES, OFFSETS, MASKING, BM, BN):
+def attention_forward(
+    out, lse, q, k, v, starts, scalars, seq, stream,
+    SCALES, DROPOUT, H, GROUP_SIZE, D, DP, STRIDES, OFFSETS, CAUSAL, LOCAL, WINDOW, FOLD, BM, BN,
+):  # fmt: skip
     """out and lse of a block of BM queries of one head; the last block, which has the most keys, starts first. Causal: keys before
     the block's first query need no mask, so there are two loops. Full: one loop, which masks every block for keys beyond the last,
     because with a second loop ptxas waits for each matmul of the first. Grid: blocks of queries, heads of all sequences."""
-    H: tl.constexpr = HEADS[0]
-    GROUP_SIZE: tl.constexpr = HEADS[1]
-    D: tl.constexpr = HEADS[2]
-    DP: tl.constexpr = HEADS[3]
-    CAUSAL: tl.constexpr = MASKING[0]
-    WINDOW: tl.constexpr = MASKING[2]
-    FOLD: tl.constexpr = MASKING[3]
     C: tl.constexpr = H * D
     PAIR_STRIDE: tl.constexpr = (FOLD - 1) * (H // GROUP_SIZE) * D  # of k and v
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
@@ -123,13 +115,11 @@ def attention_forward(out, lse, q, k, v, starts, scalars, seq, stream, SCALES, D
     key = (0, 0)
     if DROPOUT[0] > 0:
         key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
-    scale_log2 = SCALES[0]
-    if SCALES[1] >= 0:
-        scale_log2 = softmax_scale_of(scalars, SCALES[1], LOG2_E)
+    scale_log2 = softmax_scale(scalars, SCALES[0], SCALES[1], LOG2_E)
     queries = load_rows(q + token0 * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP, (FOLD - 1) * C)
     acc, row_sum = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
     begin, first_key = 0, None
-    if MASKING[1]:
+    if LOCAL:
         if starts is not None:
             starts += sequence.to(tl.int64) * (seq // FOLD)
         begin = first_visible_key(starts, scalars, m0, WINDOW, FOLD) // BN * BN
@@ -141,12 +131,12 @@ def attention_forward(out, lse, q, k, v, starts, scalars, seq, stream, SCALES, D
     if CAUSAL:
         acc, row_sum, row_max = attend_keys(
             acc, row_sum, row_max, queries, k, v, m0, begin, m0, seq, first_key, scale_log2, key, head,
-            MASK_NONE, DROPOUT, HEADS, STRIDES, PAIR_STRIDE, BM, BN,
+            MASK_NONE, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
         )  # fmt: skip
         begin, stop = m0, min(m0 + BM, seq)
     acc, row_sum, row_max = attend_keys(
         acc, row_sum, row_max, queries, k, v, m0, begin, stop, seq, first_key, scale_log2, key, head,
-        MASK_CAUSAL if CAUSAL else MASK_LENGTH, DROPOUT, HEADS, STRIDES, PAIR_STRIDE, BM, BN,
+        MASK_CAUSAL if CAUSAL else MASK_LENGTH, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
     )  # fmt: skip
     m = m0 + tl.arange(0, BM)
     tl.store(lse + tl.program_id(1).to(tl.int64) * seq + m, (row_max + tl.math.log2(row_sum)) * LN_2, mask=m < seq)
@@ -161,10 +151,11 @@ def head_sizes(op: Any) -> tuple[int, int, int]:
 
 
 def constants_of(op: Any) -> dict[str, Any]:
-    """The tuples of constants of an attention op: HEADS, STRIDES, OFFSETS, SCALES, MASKING, DROPOUT."""
+    """The constants of an attention op: the head's sizes, STRIDES, OFFSETS, SCALES, those of the mask, DROPOUT."""
     H, D, DP = head_sizes(op)
     return {
-        "HEADS": (H, op.heads // op.kv_heads, D, DP), "STRIDES": tuple(x.row_stride for x in (op.q, op.k, op.v)),
+        "H": H, "GROUP_SIZE": op.heads // op.kv_heads, "D": D, "DP": DP,
+        "STRIDES": tuple(x.row_stride for x in (op.q, op.k, op.v)),
         "OFFSETS": tuple(offset_from_q(op.q, x) for x in (op.k, op.v)), **mask_constants(op, D),
         "DROPOUT": (threshold(op.rate), keep_scale(op.rate)),
     }  # fmt: skip

@@ -8,8 +8,6 @@ elements of each sequence's caches and does 4 H D (pos + T) operations a token.
 The GROUP_SIZE = H / G query heads of a KV head are rows of one block, so that its keys are read once for all of them:
 row i of a sequence is head i % GROUP_SIZE of the group for token i // GROUP_SIZE."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import e, log2
 from typing import Any

@@ -2,8 +2,6 @@
 -1 for no window, or -2 - n for n keys before a query's own; `starts` (seq / FOLD,) i32: the first position of each token's
 document, or None. FOLD: positions of a token, 2 with paired heads, else 1. A mask with a window or documents is called local."""
 
-from __future__ import annotations
-
 from math import e, log2, sqrt
 from typing import Any
 
@@ -65,17 +63,21 @@ def visible_queries_end(starts, scalars, key, seq, WINDOW, FOLD):
 
 
 @device
-def softmax_scale_of(scalars, SCALE_AT, FACTOR):
-    """The softmax scale that is run-time scalar number SCALE_AT, times FACTOR, as fp32."""
-    return (scalar_fp64(scalars, SCALE_AT) * FACTOR).to(tl.float32)
+def softmax_scale(scalars, SCALE, SCALE_AT, FACTOR):
+    """What multiplies scores: run-time scalar number SCALE_AT times FACTOR, as fp32; or where SCALE_AT is -1 the constant SCALE."""
+    if SCALE_AT >= 0:
+        return (scalar_fp64(scalars, SCALE_AT) * FACTOR).to(tl.float32)
+    else:
+        return SCALE
 
 
-def mask_constants(op: Any, D: int) -> dict[str, tuple[Any, ...]]:
-    """The tuples SCALES and MASKING (attention.py) of an attention op with heads of D columns."""
+def mask_constants(op: Any, D: int) -> dict[str, Any]:
+    """The constants SCALES, CAUSAL, LOCAL, WINDOW and FOLD of an attention op with heads of D columns."""
     window, scale = (SCALARS[scalar].index if isinstance(scalar, str) else -1 for scalar in (op.window, op.scale))
     before = op.keys_before(op.fold * int(op.q.shape[1]))
     window = -2 - before if before is not None else window
-    return {"SCALES": (constant_scale(op, D, log2(e)), scale), "MASKING": (int(op.causal), int(op.bounded), window, op.fold)}
+    masks = {"CAUSAL": int(op.causal), "LOCAL": int(op.bounded), "WINDOW": window, "FOLD": op.fold}
+    return {"SCALES": (constant_scale(op, D, log2(e)), scale), **masks}
 
 
 def constant_scale(op: Any, D: int, factor: float = 1.0) -> float:

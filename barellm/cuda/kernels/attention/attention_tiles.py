@@ -3,8 +3,6 @@ of two, or DC of these columns. `base` points to column 0 of the head in row 0 o
 `count`: rows of the sequence. With paired heads two rows, PAIR_STRIDE elements apart, share a STRIDE; such blocks begin at an even
 row."""
 
-from __future__ import annotations
-
 from barellm.cuda.kernels.common import store_or_add
 from barellm.cuda.lang import device, tl
 

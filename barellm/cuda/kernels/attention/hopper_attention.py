@@ -26,8 +26,6 @@ Tuples of shared memory that the functions pass on: queries = (q_ring, q_full, q
 tile of one head; `i` counts blocks of keys and `t` tiles of a thread block since its start: block i is in stage i % STAGES, in the
 phase i // STAGES & 1 of its barrier (its opposite in waits for an empty stage). WG: the consumer, 0 or 1."""
 
-from __future__ import annotations
-
 from math import e, log2
 from typing import Any
 

@@ -18,12 +18,9 @@ wgmmas (C7512) if such a one is in flight across a loop. Streams go up, so that 
 beyond the diagonal of one consumer only are released unread (`skip_block`). Tensor maps end with the batch and not with a sequence:
 the next sequence's queries in a last, partial block get the probability zero, so they and their dout must be finite.
 
-Tuples of constants: HEADS: H, GROUP_SIZE, D; SCALES: softmax scale times log2(e), softmax scale; DKV_STRIDES: elements from a row
-to the next of dx and dy. Of shared memory: tile_pipeline = (x_ring, y_ring, tile_full, tile_empty), stream_pipeline = (a_ring,
-b_ring, stats_ring or None, full, empty). `i` counts streamed blocks and `t` tiles of a thread block, WG is the consumer, as in
-hopper_attention.py."""
-
-from __future__ import annotations
+Tuples of constants: SCALES: softmax scale times log2(e), softmax scale; DKV_STRIDES: elements from a row to the next of dx and dy.
+Of shared memory: tile_pipeline = (x_ring, y_ring, tile_full, tile_empty), stream_pipeline = (a_ring, b_ring, stats_ring or None,
+full, empty). `i` counts streamed blocks and `t` tiles of a thread block, WG is the consumer, as in hopper_attention.py."""
 
 from typing import Any
 
@@ -52,12 +49,9 @@ def streamed_rows(tile_row, seq, DKV):
 
 
 @gluon
-def producer(x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items, DKV, HEADS):
+def producer(x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items, DKV, H, GROUP_SIZE, D):
     """The producer warp: for each tile, TMA loads of its x and y (WG_M rows for each consumer), then of blocks of a and b, with DKV
     those of each query head of the group, into every free stage, ahead into the next tile. `items`: tiles of all heads."""
-    H: gl.constexpr = HEADS[0]
-    GROUP_SIZE: gl.constexpr = HEADS[1]
-    D: gl.constexpr = HEADS[2]
     x_ring, y_ring, tile_full, tile_empty = tile_pipeline
     a_ring, b_ring, stats_ring, full, empty = stream_pipeline
     STAGES: gl.constexpr = a_ring.shape[0]
@@ -94,12 +88,9 @@ def producer(x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeli
 
 
 @gluon
-def consumer(dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, WG, DKV, SCALES, HEADS, DKV_STRIDES):
+def consumer(dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, WG, DKV, SCALES, H, GROUP_SIZE, D, DKV_STRIDES):
     """A consumer warpgroup: the sums of WG_M rows of each tile, x_sum (dk or dq) and y_sum (dv), (WG_M, D) in registers, over the
     streamed blocks. Only the blocks that hold the diagonal, or end the sequence, are masked."""
-    H: gl.constexpr = HEADS[0]
-    GROUP_SIZE: gl.constexpr = HEADS[1]
-    D: gl.constexpr = HEADS[2]
     x_ring, y_ring, tile_full, tile_empty = tile_pipeline
     a_ring, b_ring, stats_ring, full, empty = stream_pipeline
     STAGES: gl.constexpr = a_ring.shape[0]
@@ -191,12 +182,11 @@ def query_stat(block, WHICH, SCORES):
 
 @gluon
 def hopper_attention_backward(
-    dx, dy, stats, x_map, y_map, a_map, b_map, stats_map, seq, heads, DKV, SCALES, HEADS, DKV_STRIDES, STAGES
+    dx, dy, stats, x_map, y_map, a_map, b_map, stats_map, seq, heads, DKV, SCALES, H, GROUP_SIZE, D, DKV_STRIDES, STAGES
 ):
     """Allocate shared memory and mbarriers, and start the warps. With DKV dx is dk and dy is dv, else dx is dq and dy None.
     NAME_map: tensor maps; `stats` (dq) and `stats_map` (DKV) are of the same matrix (queries of all heads, STATS). `heads`: of the
     tiles, of all sequences. STAGES: of the streamed blocks."""
-    D: gl.constexpr = HEADS[2]
     x_ring = gl.allocate_shared_memory(x_map.dtype, [4, WG_M, D], x_map.layout)
     y_ring = gl.allocate_shared_memory(y_map.dtype, [4, WG_M, D], y_map.layout)
     a_ring = gl.allocate_shared_memory(a_map.dtype, [STAGES, STREAM_ROWS, D], a_map.layout)
@@ -221,9 +211,9 @@ def hopper_attention_backward(
         stream_pipeline = (a_ring, b_ring, stats_ring, full, empty)
     items = heads * gl.cdiv(seq, BLOCK)
     gl.warp_specialize([
-        (consumer, (dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, 0, DKV, SCALES, HEADS, DKV_STRIDES)),
-        (consumer, (dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, 1, DKV, SCALES, HEADS, DKV_STRIDES)),
-        (producer, (x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items, DKV, HEADS)),
+        (consumer, (dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, 0, DKV, SCALES, H, GROUP_SIZE, D, DKV_STRIDES)),
+        (consumer, (dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, 1, DKV, SCALES, H, GROUP_SIZE, D, DKV_STRIDES)),
+        (producer, (x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items, DKV, H, GROUP_SIZE, D)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -249,7 +239,7 @@ def launch_backward(op: Any, c: Lowering, tile: AttentionConfig, stats: Tensor, 
             "heads": lambda s: s.batch * heads,
         },
         {
-            "DKV": keys, "SCALES": (scale_log2, constant_scale(op, D)), "HEADS": (op.heads, group_size, D),
+            "DKV": keys, "SCALES": (scale_log2, constant_scale(op, D)), "H": op.heads, "GROUP_SIZE": group_size, "D": D,
             "STAGES": tile.num_stages, "DKV_STRIDES": (results["dx"].row_stride, op.dv.row_stride if keys else 0),
         },
         grid=lambda s: (min(c.target.sms, ceil_div(s.seq, BLOCK.value) * s.batch * heads),),

@@ -5,8 +5,6 @@ the upper half of each key's columns moves to the next position (modded-nanogpt'
 
 A program has BR heads, adjacent in memory, in registers (BR, BC): each is read once. BC: D padded to a power of two."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering

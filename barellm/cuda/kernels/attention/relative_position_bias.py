@@ -5,8 +5,6 @@ A tile of BT queries from m0 on and BT keys from n0 on has 2 BT - 1 distances. T
 distances, (BT, 2 BT), has the term of query a and key b in column a - b + BT, and the gradient goes the same way back; column 0 is
 unused. Both are gathers along a row."""
 
-from __future__ import annotations
-
 from barellm.cuda.kernels.attention.attention_tiles import row_pointers
 from barellm.cuda.lang import device, tl
 

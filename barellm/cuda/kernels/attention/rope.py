@@ -2,8 +2,6 @@
 is half a head's columns. A plane is a pair of columns of one head, HALF apart, that is rotated. x and y are moved once; tables are
 cached."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode

@@ -1,8 +1,6 @@
 """Hashed bigram ids, and where documents begin. Shapes: tokens, ids, starts (batch, seq), cu_seqlens (batch, SLOTS), all i32:
 cu_seqlens has the first position of each document of a row, then seq in the slots that are left."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering

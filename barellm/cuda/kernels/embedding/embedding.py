@@ -7,8 +7,6 @@ keys each, whatever their ids: a frequent token is spread over as many programs 
 keys is written at once; of a token that spans programs each keeps a partial sum, and those are added in order (a segmented
 reduction)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode

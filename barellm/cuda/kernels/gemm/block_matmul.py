@@ -12,8 +12,6 @@ A program of y or dx is BM tokens and one segment, whose blocks it walks in one 
 memory twice; an empty list gives zeros. Segments of a long list, which would keep one multiprocessor busy alone, go to `partials`
 and are added in order. A program of the gradient is one block and a split-K slice of the tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda import gemm_config

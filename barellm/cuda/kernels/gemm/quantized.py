@@ -12,8 +12,6 @@ of 4 bits becomes an fp32 by a magic exponent: the bits of a number 2^m + n are 
 a mask, an "or" and one subtraction make n - 8, exactly. A value of a table is cut out of four constants of 64 bits (T0 to T3, four
 bf16 in each; None for integers). More rows: the matrix is dequantized in the dtype of x, and multiplied as any other."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 from typing import Any

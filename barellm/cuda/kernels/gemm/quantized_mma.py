@@ -16,8 +16,6 @@ scale. The WARPS of a program take parts of a tile's depth (K).
 A thread's operands of the inline assembly: $0-$3 its four sums, $4 a word of codes (given four times, as $4-$7), $8 and $9 words of
 x, the b operand (again as $10, $11), $12-$15 the sums before."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

@@ -5,8 +5,6 @@ read for 2 rows N K operations. So a program reads whole rows of the weight, onc
 multiplication, and keeps them in registers while it goes through the rows of x. Sums are fp32, in an order that depends on K alone:
 results are batch-invariant."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Split-K: fp32 partial results of slices of a sum over tokens, then added in order. How many slices: gemm_config.py."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

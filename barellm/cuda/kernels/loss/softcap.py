@@ -4,13 +4,11 @@ logits that are not capped, z = x.
 
 Shapes: logits, dlogits (rows, V), of which columns from VALID on are padding; losses, nexts, lse (rows) fp32; targets (rows) i32,
 -1 where ignored. Row r of a launch is row `first` + r of the run, in sequences of `length` rows; `targets` begins at row `first`
-and reaches to the run's end, because the target AHEAD tokens further is that of the row AHEAD rows below. BLOCKS: as in
+and reaches to the run's end, because the target AHEAD tokens further is that of the row AHEAD rows below. BLOCK, REST: as in
 cross_entropy.py, block sizes of the loops over V.
 
 With a cap z is below SCALE, so that exp(z - SCALE) needs no row maximum. An element costs two exponentials and a division a
 pass."""
-
-from __future__ import annotations
 
 from math import e, log2
 from typing import Any
@@ -52,12 +50,11 @@ def capped(x, SCALE, SHIFT, WIDTH):
 
 
 @device
-def softcap_log_sum_exp(logits, V, VALID, SCALE, SHIFT, WIDTH, BLOCKS):
+def softcap_log_sum_exp(logits, V, VALID, SCALE, SHIFT, WIDTH, BLOCK, REST):
     """log(sum(exp(z))) of one row of logits, over its VALID columns; `logits` points to the row."""
     if SCALE == 0.0:
-        lse = log_sum_exp(logits, V, VALID, BLOCKS)
+        lse = log_sum_exp(logits, V, VALID, BLOCK, REST)
     else:
-        BLOCK: tl.constexpr = BLOCKS[0]
         sums = tl.zeros((BLOCK,), tl.float32)
         for c in range(0, VALID, BLOCK):
             x, i = columns_of(logits, c, V, VALID, BLOCK)
@@ -89,7 +86,7 @@ def capped_at(logits, target, AHEAD, PREDICT, SCALE, SHIFT, WIDTH):
 
 @device
 def write_gradient(
-    dlogits, logits, lse, t0, w0, t1, w1, t2, w2, loss_scale, scale, scalars, V, VALID, SCALE, SHIFT, WIDTH, PREDICT, MODE, BLOCKS
+    dlogits, logits, lse, t0, w0, t1, w1, t2, w2, loss_scale, scale, scalars, V, VALID, SCALE, SHIFT, WIDTH, PREDICT, MODE, BLOCK
 ):
     """Store or add (MODE) one row of the gradient, (sum of weights * softmax - weight of the column) * dz/dx * factor: t0, t1, t2
     are the targets' columns and w0, w1, w2 their weights, other columns have none; padding becomes zero. The factor is inv_targets
@@ -101,7 +98,6 @@ def write_gradient(
     if loss_scale is not None:
         factor *= scale_of(loss_scale)
     weights = w0 + w1 + w2
-    BLOCK: tl.constexpr = BLOCKS[0]
     for c in range(0, V, BLOCK):
         x, i = columns_of(logits, c, V, VALID, BLOCK)
         z, slope = capped(x, SCALE, SHIFT, WIDTH)
@@ -116,8 +112,9 @@ def write_gradient(
 
 @device
 def softcap_row_losses(
-    losses, nexts, lse, dlogits, logits, targets, loss_scale, scalars, first, length, V, VALID, SCALE, SHIFT, WIDTH, PREDICT, BLOCKS
-):
+    losses, nexts, lse, dlogits, logits, targets, loss_scale, scalars, first, length,
+    V, VALID, SCALE, SHIFT, WIDTH, PREDICT, BLOCK, REST,
+):  # fmt: skip
     """One row: its loss, the sum of weight (lse - z) over the targets; `nexts`, lse - z of the next token alone; and lse and
     dlogits if they are given. dlogits may alias logits: the targets' logits are read before the reduction over the row, before any
     write."""
@@ -130,7 +127,7 @@ def softcap_row_losses(
     z0 = capped_at(logits, t0, 0, PREDICT, SCALE, SHIFT, WIDTH)
     z1 = capped_at(logits, t1, 1, PREDICT, SCALE, SHIFT, WIDTH)
     z2 = capped_at(logits, t2, 2, PREDICT, SCALE, SHIFT, WIDTH)
-    value = softcap_log_sum_exp(logits, V, VALID, SCALE, SHIFT, WIDTH, BLOCKS)
+    value = softcap_log_sum_exp(logits, V, VALID, SCALE, SHIFT, WIDTH, BLOCK, REST)
     next_loss = tl.where(t0 >= 0, value - z0, 0.0)
     tl.store(nexts + row, next_loss)  # without a weight
     loss = w0 * next_loss
@@ -144,16 +141,17 @@ def softcap_row_losses(
     if dlogits is not None:
         write_gradient(
             dlogits + row * V, logits, value, t0, w0, t1, w1, t2, w2, loss_scale, None, scalars,
-            V, VALID, SCALE, SHIFT, WIDTH, PREDICT, 0, BLOCKS,
+            V, VALID, SCALE, SHIFT, WIDTH, PREDICT, 0, BLOCK,
         )  # fmt: skip
 
 
 @device
 def softcap_row_gradients(
-    dlogits, logits, targets, lse, loss_scale, scale, scalars, first, length, V, VALID, SCALE, SHIFT, WIDTH, PREDICT, MODE, BLOCKS
-):
+    dlogits, logits, targets, lse, loss_scale, scale, scalars, first, length,
+    V, VALID, SCALE, SHIFT, WIDTH, PREDICT, MODE, BLOCK, REST,
+):  # fmt: skip
     """Backward pass of one row: store or add (MODE) dlogits, computed from logits, targets and the lse of the forward pass; as
-    8-bit codes if there is a `scale` (1)."""
+    8-bit codes if there is a `scale` (1). REST is not needed: all kernels over rows have it (cross_entropy.launch_rows)."""
     row = tl.program_id(0).to(tl.int64)
     position = (first + row) % length
     t0, w0 = target_of(targets, row, position, length, scalars, 0, PREDICT)
@@ -161,7 +159,7 @@ def softcap_row_gradients(
     t2, w2 = target_of(targets, row, position, length, scalars, 2, PREDICT)
     write_gradient(
         dlogits + row * V, logits + row * V, tl.load(lse + row), t0, w0, t1, w1, t2, w2, loss_scale, scale, scalars,
-        V, VALID, SCALE, SHIFT, WIDTH, PREDICT, MODE, BLOCKS,
+        V, VALID, SCALE, SHIFT, WIDTH, PREDICT, MODE, BLOCK,
     )  # fmt: skip
 
 

@@ -4,8 +4,6 @@ Two stages: rows go by chunks of `per` rows whose number depends on the row coun
 columns, BR rows at a time) into its row of partials; then the partials are added in order. So the bits do not depend on the
 machine. Shapes: dy, x (rows, C); mean, rstd (rows); partials (chunks, COUNT, C) fp32, COUNT the number of results; results (C)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

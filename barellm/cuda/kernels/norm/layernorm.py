@@ -5,8 +5,6 @@ its sum `total` = x + b, or x + dropout(b), is normalised and stored. Short rows
 in registers. Long rows: a program has one row, in blocks of BC columns. `row` (BR,) i64, `column` (BC,), `i` their offsets (BR,
 BC); masks `live` of rows, `inside` of columns, `mask` of both. n: the normalised row (x - mean) rstd; dn = dy weight."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering

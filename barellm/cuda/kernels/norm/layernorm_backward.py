@@ -5,8 +5,6 @@ twice more: 30 bytes an element of a bf16 program that adds to the residual stre
 narrow 2. Shapes: dx, dy, x, narrow (rows, C); weight (C); mean, rstd (rows) fp32; partials (chunks, COUNT, C) fp32: the sums of
 dweight, dbias and dx_sum that there are. `narrow`: dx rounded to 16 bits, or with dropout's mask, for the GEMM that reads it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import MODES, Lowering, lowering

@@ -2,8 +2,6 @@
 
 Shapes: x, y, b, total (rows, C); weight (C) or None; rstd (rows) fp32. Names as in layernorm.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering

@@ -1,8 +1,6 @@
 """Histograms of exponents. Shapes: x any, n = units * UNIT elements; counts (BINS = 256) i32, one for each fp32 exponent field;
 sums (4): of x, |x|, x^2, and the largest |x|; partial ones (programs, 256) and (programs, 4)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Count, Lowering, Sizes, lowering

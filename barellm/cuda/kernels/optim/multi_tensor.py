@@ -4,8 +4,6 @@ numbers with a column (field) for each operand and a row (entry) for each tensor
 
 Kernels take `table`; their compile-time ENTRIES is the number of entries and FIELD the index of a column."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any

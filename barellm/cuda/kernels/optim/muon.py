@@ -5,8 +5,6 @@ Shapes: param, grad, m, u, x (rows, cols), n = units * UNIT elements each; parti
 clip (2) = [gradient norm, factor that clips it], whose factor is NaN if the norm is not finite: then a step changes nothing.
 ENTRIES, WIDE: `entry_constants`. HALF, FP16: the dtype of u and x (`matrix_constants`). SPAN: elements of a program."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, Table, lowering

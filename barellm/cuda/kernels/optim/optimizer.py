@@ -3,8 +3,6 @@
 clips], whose factor is NaN if the norm is not finite: then the step changes nothing. ENTRIES, WIDE: `entry_constants`. SPAN:
 elements of a program."""
 
-from __future__ import annotations
-
 from math import log2
 from typing import Any
 

@@ -2,8 +2,6 @@
 (ENTRIES): the largest |x| of the last steps; bias (2): exponent of a floating format's largest numbers, and steps so far; scale
 (1); sums (4): those of exponents.py; x and y flat. PER_TARGET: x is a gradient, measured relative to inv_targets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering

@@ -5,8 +5,6 @@ Shapes: a, b (N, N); x, y (M, N) tall or (N, M) wide. Of a symmetric result only
 each is stored as it is and transposed, so both triangles are bitwise equal. ENTRIES: matrices of the table. HALF, FP16: the
 matrices' dtype (`matrix_constants`). TF32: fp32 inputs are rounded to TF32 for the tensor cores."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, Table, lowering

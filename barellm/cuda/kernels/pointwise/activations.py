@@ -1,8 +1,6 @@
 """Activations on fp32 values, which program/ops/pointwise/elementwise.py defines. Each is two functions, the value and the slope
 (derivative), and a line in each of `value_of` and `slope_of`, by the names of its two ops."""
 
-from __future__ import annotations
-
 from math import e, log2, pi, sqrt
 
 from barellm.cuda.lang import constant, device, tl

@@ -1,7 +1,5 @@
 """Dropout and its gradient. Shapes: x, y, dx, dy (batch, seq, C); the bits are those of `program/ops/pointwise/random.py`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode

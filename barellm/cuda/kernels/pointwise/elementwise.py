@@ -1,8 +1,6 @@
 """Elementwise kernels, and the addition of a bias. Shapes: x, y, a, b, dx, dy (..., C), contiguous but for the results of casts and
 zeros; bias (C). Each program has BLOCK elements, or a block (BR, BC) of rows; results are stored or added as MODE says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering

@@ -5,8 +5,6 @@ WE); z, dz (rows, N) fp32. Of the gating base, x, y, dy, dx (rows, C): gate n of
 (1): a learned number, or its sigmoid (SQUASH), times SCALE. SHIFT: x is that of the position SHIFT before, zero at a sequence's
 start."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import COUNTER, Lowering, lowering

@@ -1,8 +1,6 @@
 """Initial values of parameters (rows, C), many in one launch by a table (optim/multi_tensor.py) with the fields below; a vector is
 one row. Elements from `valid` on (padding) are zero. `param`, `lo`: planes of a weight (storage.py). BF16: rounded to bf16."""
 
-from __future__ import annotations
-
 from math import pi, prod
 from typing import Any
 

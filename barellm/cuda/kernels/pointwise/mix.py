@@ -8,8 +8,6 @@ most programs, has the sums of dk_j, None where it is not learned.
 A gradient of a coefficient is a dot product over all elements: each program sums SPAN of them into `partials`, and the last program
 of the launch adds up each row in order (single_pass_reduction.py)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import COUNTER, Lowering, lowering, mode

@@ -1,8 +1,6 @@
 """Threefry2x32-20 (Salmon et al. 2011), a counter-based generator, on uint32 lanes, bitwise as
 `program/ops/pointwise/random.py`."""
 
-from __future__ import annotations
-
 from barellm.cuda.kernels.common import SEED, STEP
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.ops.pointwise.random import PARITY as PARITY_WORD

@@ -1,8 +1,6 @@
 """Gated activations (SwiGLU and the like) forward and backward. Shapes: y, dy, gate, up, dgate, dup (..., F); gate, up and their
 gradients may be columns of wider rows; GATE_STRIDE and so on: elements from a row to the next. NAME: the activation."""
 
-from __future__ import annotations
-
 from barellm.cuda.kernels.common import kernel, store_or_add, tile_indices
 from barellm.cuda.kernels.pointwise.activations import slope_of, value_of
 from barellm.cuda.lang import device, tl

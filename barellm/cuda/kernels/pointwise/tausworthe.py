@@ -2,8 +2,6 @@
 those of `program/ops/pointwise/tausworthe.py`. HALF streams serve a block of BLOCK columns of a row, HALF columns with each draw.
 COMPONENTS: (A, B, C, MASK) of each of the three or four generators whose states s0 to s3 are xored."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode

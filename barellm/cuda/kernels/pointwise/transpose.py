@@ -2,8 +2,6 @@
 
 A program transposes one tile: it reads parts of the rows of x and writes parts of the rows of y, whole cache lines of both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering
