@@ -35,7 +35,7 @@ def chunks_of_rows(
     with k.parallel_for((rows + chunk_rows - 1) // chunk_rows) as chunk:
         dst = None if partials is None else partials.at(chunk * (count * C))
         if dst is not None:
-            loops.foreach_column(k, count * C, lambda c, mask, j: dst.store(0.0, c, mask))
+            loops.fill(k, dst, 0.0, count * C)
         begin = chunk * chunk_rows
         yield dst, begin, k.min(begin + chunk_rows, rows)
 
@@ -46,12 +46,9 @@ def column_sums(k: KernelBuilder, partials: Pointer, rows: Value, C: int, count:
     sums, in L1."""
     with chunks_of_rows(k, partials, rows, C, count) as (dst, begin, end), k.loop(begin, end) as row:
         vectors = terms(row)
-
-        def body(c, mask, j):
+        for c, mask, _ in loops.columns(k, C):
             for t, value in enumerate(vectors(c, mask)):
                 dst.store(dst.load(t * C + c, mask) + value, t * C + c, mask)
-
-        loops.foreach_column(k, C, body)
 
 
 def combine_sums(k: KernelBuilder, out, partials, *, C, stride, dims, inner, mode) -> None:
@@ -64,15 +61,12 @@ def combine_sums(k: KernelBuilder, out, partials, *, C, stride, dims, inner, mod
 def add_chunks(k: KernelBuilder, out: Pointer, partials: Pointer, chunks: Value, C: int, stride: int, mode: str) -> None:
     """out (C) = the sum over `chunks` of partials[chunk * stride + column], in order, stored or added (`mode`); columns in
     parallel."""
-
-    def body(c, mask, j):
-        total = k.var(k.to(0.0, k.vec))
-        with k.loop(0, chunks) as chunk:
-            total.value = total.value + partials.load(chunk * stride + c, mask)
-        out.store(loops.accumulate(k, out, c, mask, total.value, mode), c, mask)
-
     with k.parallel_range(C, 4 * k.lanes) as (begin, end):
-        loops.foreach_vector(k, begin, end, body, unroll=1)
+        for c, mask, _ in loops.vectors(k, begin, end, unroll=1):
+            total = k.var(k.to(0.0, k.vec))
+            with k.loop(0, chunks) as chunk:
+                total.value = total.value + partials.load(chunk * stride + c, mask)
+            out.store(loops.accumulate(k, out, c, mask, total.value, mode), c, mask)
 
 
 def lower_column_sums(
@@ -151,12 +145,9 @@ def sum_squares(k: KernelBuilder, partials, x, n) -> None:
     """partials (ceil(n / CHUNK)) = the sum of squares of each CHUNK of x (n)."""
     with k.parallel_for((n + CHUNK - 1) // CHUNK) as chunk:
         sums = loops.new_accumulators(k, CHAINS)
-
-        def body(i, mask, j):
+        for i, mask, j in loops.vectors(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), unroll=CHAINS):
             v = x.load(i, mask)
             sums[j].value = k.fma(v, v, sums[j].value)
-
-        loops.foreach_vector(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), body, unroll=CHAINS)
         partials.put(k.sum(loops.tree_reduce(sums, add)), chunk)
 
 

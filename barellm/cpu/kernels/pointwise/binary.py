@@ -4,7 +4,7 @@ words (rows, W), with W = ceil(K / 32). (dims, inner): sizes whose product is th
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Pointer, Value, kernel
-from barellm.cpu.kernels.loops import accumulate, elementwise_map, flat, row_grain, shape_of
+from barellm.cpu.kernels.loops import accumulate, elementwise, flat, row_grain, shape_of
 from barellm.cpu.lang.random import signed
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.pointwise.binary import BITS, words_of
@@ -61,8 +61,6 @@ def unpack_signs(k: KernelBuilder, signs, words, *, K, dims, inner, mode_signs) 
 def straight_through(k: KernelBuilder, dx, dy, x, *, dims, width, mode_dx) -> None:
     """dx = dy where |x| <= 1, else 0."""
 
-    def vector(i: Any, mask: Value | None) -> Value:
+    for i, mask, put in elementwise(k, k.num_elements(dims) * width, dx, mode=mode_dx):
         size = k.bitcast(k.bitcast(x.load(i, mask), k.ivec) & 0x7FFFFFFF, k.vec)
-        return k.select(size <= 1.0, dy.load(i, mask), 0.0)
-
-    elementwise_map(k, k.num_elements(dims) * width, dx, vector, mode=mode_dx)
+        put(k.select(size <= 1.0, dy.load(i, mask), 0.0))
