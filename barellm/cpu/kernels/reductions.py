@@ -6,6 +6,7 @@ number of rows."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from operator import add
 from typing import Any
 
@@ -20,9 +21,6 @@ CHUNKS, CHUNK_ROWS = 64, 32  # at most so many chunks, of at least so many rows
 
 def rows_per_chunk(k: KernelBuilder, rows: Value) -> Value:
     return k.max(k.ceil_div(rows, CHUNKS), CHUNK_ROWS)
-
-
-Terms = Callable[[Value], Callable[[Any, Value | None], list[Value]]]
 
 
 @contextmanager
@@ -40,15 +38,18 @@ def chunks_of_rows(
         yield dst, begin, k.min(begin + chunk_rows, rows)
 
 
-def column_sums(k: KernelBuilder, partials: Pointer, rows: Value, C: int, count: int, terms: Terms) -> None:
-    """partials (chunks, count, C) = sums over the rows of each chunk; terms(row)(c, mask) gives `count` vectors of terms at column
-    c. One row at a time: memory is then read in the order of its addresses, which saves more than it costs to load and store the
-    sums, in L1."""
+def column_sums(k: KernelBuilder, partials: Pointer, rows: Value, C: int, count: int) -> Iterator[tuple[Value, loops.Written]]:
+    """`for row, columns in column_sums(...)`, and `for c, mask, add in columns`: add(...) is given `count` vectors, the terms at
+    column c; partials (chunks, count, C) are their sums over the rows of each chunk. One row at a time: memory is then read in the
+    order of its addresses, which saves more than it costs to load and store the sums, in L1."""
     with chunks_of_rows(k, partials, rows, C, count) as (dst, begin, end), k.loop(begin, end) as row:
-        vectors = terms(row)
-        for c, mask, _ in loops.columns(k, C):
-            for t, value in enumerate(vectors(c, mask)):
+        assert dst is not None
+
+        def add_terms(c: Any, mask: Value | None, *terms: Value) -> None:
+            for t, value in enumerate(terms):
                 dst.store(dst.load(t * C + c, mask) + value, t * C + c, mask)
+
+        yield row, ((c, mask, partial(add_terms, c, mask)) for c, mask, _ in loops.columns(k, C))
 
 
 def combine_sums(k: KernelBuilder, out, partials, *, C, stride, dims, inner, mode) -> None:
@@ -124,11 +125,10 @@ def lower_scalars(
 
 
 def bias_grad_partials(k: KernelBuilder, partials, dy, *, C, count, dims, inner) -> None:
-    def terms(row):
+    for row, columns in column_sums(k, partials, k.num_elements(dims) * inner, C, count):
         src = dy.at(row * C)
-        return lambda c, mask: [src.load(c, mask)]
-
-    column_sums(k, partials, k.num_elements(dims) * inner, C, count, terms)
+        for c, mask, add_terms in columns:
+            add_terms(src.load(c, mask))
 
 
 @lowering("bias_grad", starts="dbias")

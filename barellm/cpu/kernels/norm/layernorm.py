@@ -145,17 +145,11 @@ def norm_dx(k: KernelBuilder, dx, dy, x, weight, mean, rstd, *, C, dims, inner, 
 
 def dparams_partials(k: KernelBuilder, partials, dy, x, mean, rstd, *, C, count, dims, inner) -> None:
     """partials (chunks, count, C) = sums over the rows of each chunk of dy n (dweight) and, if `count` is 2, of dy (dbias)."""
-
-    def terms(row):
+    for row, columns in column_sums(k, partials, k.num_elements(dims) * inner, C, count):
         normalised, d = Normalised(k, row, x.at(row * C), mean, rstd), dy.at(row * C)
-
-        def vectors(c, mask):
+        for c, mask, add_terms in columns:
             g = d.load(c, mask)
-            return [g * normalised.load(c, mask), g][:count]
-
-        return vectors
-
-    column_sums(k, partials, k.num_elements(dims) * inner, C, count, terms)
+            add_terms(*[g * normalised.load(c, mask), g][:count])
 
 
 def read_outputs(op: Op) -> dict[str, Any]:
