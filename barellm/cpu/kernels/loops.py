@@ -52,6 +52,23 @@ def vectors(k: KernelBuilder, begin: Any, end: Any, *, unroll: int = 2) -> Numbe
         yield i, k.mask_first(end - i), 0
 
 
+def groups(k: KernelBuilder, begin: Any, end: Value, size: int) -> Iterator[tuple[Value, int]]:
+    """`for first, count in groups(...)`: [begin, end) in groups of `size`, a power of two; then what remains, one by one."""
+    full_end = begin + ((end - begin) & -size) if isinstance(begin, Value) else end & -size  # `begin` is a Value or 0
+    with k.loop(begin, full_end, size) as first:
+        yield first, size
+    with k.loop(full_end, end) as first:
+        yield first, 1
+
+
+def blocks(k: KernelBuilder, C: int, width: int) -> Iterator[tuple[Any, int]]:
+    """`for number, size in blocks(...)`: the blocks of `width` columns of a row of C; the last may have fewer columns."""
+    with k.loop(0, C // width) as number:
+        yield number, width
+    if C % width:
+        yield C // width, C % width
+
+
 def fill(k: KernelBuilder, out: Pointer, value: Any, n: int) -> None:
     """The first `n` elements of `out`, a number of the code, become `value`."""
     for c, mask, _ in columns(k, n):

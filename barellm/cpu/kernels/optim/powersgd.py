@@ -8,7 +8,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering, part
-from barellm.cpu.kernels.loops import GRAIN, columns, new_accumulators, tree_reduce, vectors
+from barellm.cpu.kernels.loops import GRAIN, columns, groups, new_accumulators, tree_reduce, vectors
 from barellm.cpu.kernels.reductions import CHUNK_ROWS, CHUNKS, add_chunks, chunks_of_rows, rows_per_chunk
 from barellm.program.integers import round_up
 
@@ -23,14 +23,12 @@ def tiles(k: KernelBuilder, begin: Value, end: Value, rank: int, tile: tuple[int
     loops of `loops`. `tile`: (rows, columns) of a full tile."""
     height, width = tile
     full_columns = rank - rank % width
-    full_end = begin + ((end - begin) & -height)
-    for first, last, count in ((begin, full_end, height), (full_end, end, 1)):
-        with k.loop(first, last, count) as i:
-            if full_columns:
-                with k.loop(0, full_columns, width) as j:
-                    yield i, count, j, width
-            if full_columns < rank:
-                yield i, count, full_columns, rank - full_columns
+    for i, count in groups(k, begin, end, height):
+        if full_columns:
+            with k.loop(0, full_columns, width) as j:
+                yield i, count, j, width
+        if full_columns < rank:
+            yield i, count, full_columns, rank - full_columns
 
 
 def factor_across(k: KernelBuilder, y, grad, error, f, *, rows, cols, rank) -> None:
@@ -188,10 +186,8 @@ def feedback(k: KernelBuilder, grad, error, left_own, left_total, right_own, rig
 
     def update_strip(begin: Value, end: Value, columns: list[tuple[Any, Value | None]]) -> None:
         """Update all rows of a work item for some columns, so that the right factors' columns stay cached."""
-        full_end = begin + ((end - begin) & -tile_rows)
-        for first, last, height in ((begin, full_end, tile_rows), (full_end, end, 1)):
-            with k.loop(first, last, height) as i:
-                update_tile(i, height, columns)
+        for i, height in groups(k, begin, end, tile_rows):
+            update_tile(i, height, columns)
 
     step = TOGETHER * k.lanes
     full_columns = cols - cols % step
