@@ -9,7 +9,7 @@ from barellm.cuda.kernel import MODES, Count, Lowering, lowering
 from barellm.cuda.lang import DeviceFunction, constant, device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.scalars import SCALARS
-from barellm.program.tensor import Tensor
+from barellm.program.tensor import Dim, Tensor
 from barellm.runtime.lowering import view_stride
 
 _AT = {name: i for i, name in enumerate(SCALARS)}
@@ -77,6 +77,12 @@ def pow2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def axis_size(t: Tensor, axis: int, times: int = 1) -> Count:
+    """A function of the run's sizes: the length of an axis of t, times a number."""
+    n = t.shape[axis]
+    return Count((n.name,), times) if isinstance(n, Dim) else Count((), int(n) * times)
+
+
 def row_strides(**tensors: Tensor) -> dict[str, int]:
     """Constants NAME_STRIDE: elements from a row of a tensor or view to the next."""
     return {f"{name.upper()}_STRIDE": t.row_stride for name, t in tensors.items()}
@@ -88,13 +94,14 @@ def view_strides(**operands: Any) -> dict[str, int | None]:
 
 
 def kernel(*op_names: str, constants: Callable[[Any], dict[str, Any]] = lambda op: {}, **takes: Any) -> Callable[..., Any]:
-    """Register a kernel that is all of the ops named, over the elements of their first output (parameter `units`) or over its rows.
-    Its other parameters are the op's (`Lowering.own`), and `constants`. `takes`: as in `lowering`."""
+    """Mark and register a kernel that is all of the ops named, over the elements of their first output (parameter `units`) or over
+    its rows. Its other parameters are the op's (`Lowering.own`), and `constants`. `takes`: as in `lowering`."""
 
-    def register(function: DeviceFunction) -> DeviceFunction:
-        walk = elementwise if "units" in function.parameters else rowwise
-        lowering(*op_names, **takes)(lambda op, c: walk(c, function, next(iter(op.outputs.values())), {}, **constants(op)))
-        return function
+    def register(function: Callable[..., Any]) -> DeviceFunction:
+        marked = device(function)
+        walk = elementwise if "units" in marked.parameters else rowwise
+        lowering(*op_names, **takes)(lambda op, c: walk(c, marked, next(iter(op.outputs.values())), {}, **constants(op)))
+        return marked
 
     return register
 

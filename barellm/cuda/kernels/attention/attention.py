@@ -45,7 +45,7 @@ from barellm.cuda.kernels.attention.attention_mask import (
     softmax_scale,
 )
 from barellm.cuda.kernels.attention.attention_tiles import kv_pointer, load_rows, store_rows
-from barellm.cuda.kernels.common import SAMPLE
+from barellm.cuda.kernels.common import SAMPLE, axis_size
 from barellm.cuda.kernels.pointwise.random import calls, sample_key, words
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.integers import ceil_div
@@ -178,19 +178,6 @@ def blocks(op: Any, heads: int, size: int, chunks: int = 1) -> Any:
     return lambda s: (ceil_div(s.seq * fold, size), s.batch * (heads // fold), chunks)
 
 
-def sequence_length(op: Any) -> Any:
-    """A function of the run's sizes: the positions of a sequence."""
-    return twice if op.paired else seq
-
-
-def twice(s: Any) -> int:
-    return 2 * s.seq
-
-
-def seq(s: Any) -> int:
-    return s.seq
-
-
 def masked_config_of(op: Any, c: Lowering, operation: str) -> AttentionConfig:
     """The given or the default configuration of a kernel whose queries see some of the keys only."""
     head = padded_head_size(int(op.out.shape[-1]) // op.heads)
@@ -225,6 +212,6 @@ def lower_attention(op: Any, c: Lowering) -> None:
     if t.warp_specialized:
         return hopper_attention.launch_forward(op, c, t, constants["SCALES"][0])
     c.launch(
-        attention_forward, operands_of(op) | {"seq": sequence_length(op), "stream": int(op.stream)},
+        attention_forward, operands_of(op) | {"seq": axis_size(op.q, 1, op.fold), "stream": int(op.stream)},
         constants | {"BM": t.queries, "BN": t.keys}, grid=blocks(op, op.heads, t.queries), **options(t),
     )  # fmt: skip

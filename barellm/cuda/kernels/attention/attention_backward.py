@@ -27,7 +27,6 @@ from barellm.cuda.kernels.attention.attention import (
     head_sizes,
     operands_of,
     options,
-    sequence_length,
 )
 from barellm.cuda.kernels.attention.attention_mask import (
     MASK_CAUSAL,
@@ -41,7 +40,7 @@ from barellm.cuda.kernels.attention.attention_mask import (
 )
 from barellm.cuda.kernels.attention.attention_tiles import dot_over_columns, kv_pointer, load_columns, load_rows, store_rows
 from barellm.cuda.kernels.attention.hopper_attention_backward import STATS, launch_backward
-from barellm.cuda.kernels.common import SAMPLE
+from barellm.cuda.kernels.common import SAMPLE, axis_size
 from barellm.cuda.kernels.pointwise.random import sample_key
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
@@ -278,7 +277,7 @@ def lower_attention_backward(op: Any, c: Lowering) -> None:
     constants = constants_of(op)
     stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
     rows = 32 if op.bounded else 64  # of 64 with a first key each, the addresses spill on sm_100
-    operands = {"stats": stats, "seq": sequence_length(op)}
+    operands = {"stats": stats, "seq": axis_size(op.q, 1, op.fold)}
     c.launch(
         attention_stats, operands, {name: constants[name] for name in ("H", "D", "DP", "LOCAL", "WINDOW", "FOLD")} | {"BM": rows},
         grid=blocks(op, op.heads, rows), writes="stats",

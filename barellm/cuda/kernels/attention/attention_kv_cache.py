@@ -14,10 +14,10 @@ from typing import Any
 
 from barellm.cuda.attention_config import select_attention_config
 from barellm.cuda.kernel import Lowering, Sizes, lowering
-from barellm.cuda.kernels.attention.attention import head_sizes, seq
+from barellm.cuda.kernels.attention.attention import head_sizes
 from barellm.cuda.kernels.attention.attention_mask import constant_scale
 from barellm.cuda.kernels.attention.attention_tiles import load_rows
-from barellm.cuda.kernels.common import POS, row_strides
+from barellm.cuda.kernels.common import POS, axis_size, row_strides
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 
@@ -148,7 +148,7 @@ def lower_attention_cached(op: Any, c: Lowering) -> None:
     combination: at run time one of the two pairs has empty grids."""
     (H, D, DP), (B, T, C), L = head_sizes(op), (int(n) for n in op.out.shape), int(op.k_cache.shape[1])
     group_size, width = op.heads // op.kv_heads, int(op.k.shape[-1])
-    caches = {"k_cache": op.k_cache, "v_cache": op.v_cache, "seq": seq}
+    caches = {"k_cache": op.k_cache, "v_cache": op.v_cache, "seq": axis_size(op.q, 1)}
     c.launch(
         append_to_caches, caches | {"k": op.k, "v": op.v}, {"C": width, "L": L, "BLOCK": COPY, **row_strides(k=op.k, v=op.v)},
         grid=lambda s: (s.tokens, ceil_div(width, COPY)), writes="k_cache v_cache",
@@ -172,6 +172,6 @@ def lower_attention_cached(op: Any, c: Lowering) -> None:
             grid=grid, writes="partials stats", warps=t.num_warps, stages=t.num_stages,
         )  # fmt: skip
         c.launch(
-            combine_split_kv, {"out": op.out, **results, "seq": seq, "part": part}, head | {"BM": t.queries},
+            combine_split_kv, {"out": op.out, **results, "seq": axis_size(op.q, 1), "part": part}, head | {"BM": t.queries},
             grid=lambda s, few=few: (s.tokens if (s.seq <= SPLIT_TOKENS) == few else 0, op.heads), writes="out", warps=1,
         )  # fmt: skip

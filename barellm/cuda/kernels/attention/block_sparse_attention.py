@@ -14,15 +14,15 @@ from math import e, log2, sqrt
 from typing import Any
 
 from barellm.cuda.attention_config import AttentionConfig
-from barellm.cuda.kernel import Count, Lowering, lowering
+from barellm.cuda.kernel import Lowering, lowering
 from barellm.cuda.kernels.attention.attention import LN_2, head_sizes, masked_config_of, offset_from_q, options
 from barellm.cuda.kernels.attention.attention_mask import LOWEST
 from barellm.cuda.kernels.attention.attention_tiles import kv_pointer, load_rows, store_rows
 from barellm.cuda.kernels.attention.relative_position_bias import add_terms
+from barellm.cuda.kernels.common import axis_size
 from barellm.cuda.lang import device, tl
 from barellm.program.dtypes import PLANES
 from barellm.program.integers import ceil_div
-from barellm.program.tensor import Dim, Tensor
 
 
 @device
@@ -100,12 +100,6 @@ def operands_of(op: Any) -> dict[str, Any]:
     """Operands k and v, None where OFFSETS finds them in q's tensor, and seq."""
     kv = {name: t if offset_from_q(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))}
     return kv | {"seq": axis_size(op.q, 1)}
-
-
-def axis_size(t: Tensor, axis: int) -> Count:
-    """A function of the run's sizes: the length of an axis of t."""
-    n = t.shape[axis]
-    return Count((n.name,), 1) if isinstance(n, Dim) else Count((), int(n))
 
 
 def config_of(op: Any, c: Lowering, operation: str) -> AttentionConfig:

@@ -15,8 +15,9 @@ from barellm.cuda.kernel import Count, Lowering, Sizes, mode
 from barellm.cuda.kernels.attention.attention import options
 from barellm.cuda.kernels.attention.attention_backward import STATS, stats_of
 from barellm.cuda.kernels.attention.attention_tiles import kv_pointer, load_rows
-from barellm.cuda.kernels.attention.block_sparse_attention import axis_size, is_visible
+from barellm.cuda.kernels.attention.block_sparse_attention import is_visible
 from barellm.cuda.kernels.attention.relative_position_bias import to_distances, to_keys, vectors_of
+from barellm.cuda.kernels.common import axis_size
 from barellm.cuda.kernels.gemm.split_k import reduce_splits
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div

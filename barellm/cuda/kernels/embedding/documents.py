@@ -16,7 +16,6 @@ TOKEN_FACTOR, BEFORE_FACTOR = (constant(factor) for factor in HASH)
     "bigram_ids", also=dict.fromkeys(("ids", "tokens"), "i32"),
     constants=lambda op: {"MODULUS": op.buckets - 1, "RESERVED": op.reserved},
 )  # fmt: skip
-@device
 def bigram_ids(ids, tokens, units, seq, MODULUS, RESERVED, UNIT, BLOCK):
     """ids = (token * TOKEN_FACTOR xor previous token * BEFORE_FACTOR) mod MODULUS, in i32 with wrap-around; MODULUS, the last
     bucket, at the first position of a row. RESERVED: at position 1 the previous token counts as MODULUS."""

@@ -13,15 +13,15 @@ pass."""
 from math import e, log2
 from typing import Any
 
-from barellm.cuda.kernel import MODES, Count, Lowering, lowering, mode
-from barellm.cuda.kernels.common import INV_TARGETS, flat_indices, kernel, scalar_fp64, store_or_add
+from barellm.cuda.kernel import MODES, Lowering, lowering, mode
+from barellm.cuda.kernels.common import INV_TARGETS, axis_size, flat_indices, kernel, scalar_fp64, store_or_add
 from barellm.cuda.kernels.loss.cross_entropy import columns_of, launch_rows, launch_total, log_sum_exp, scale_of
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.dtypes import EIGHTS
 from barellm.program.ops.base import Op
 from barellm.program.ops.softcap import MTP, cap_of
 from barellm.program.scalars import SCALARS
-from barellm.program.tensor import Dim, Tensor
+from barellm.program.tensor import Tensor
 
 FIRST_WEIGHT = constant(SCALARS[MTP[0]].index)  # the others follow it
 LN_2, LOG2_E = constant(1 / log2(e)), constant(log2(e))
@@ -170,10 +170,8 @@ def constants_of(op: Op) -> dict[str, Any]:
 
 
 def position_operands(op: Op, first: int = 0) -> dict[str, Any]:
-    """The operands `first` (row of the run that the launch begins with) and `length` (rows of a sequence, maybe a run-time
-    size)."""
-    length = op.targets.shape[-1]
-    return {"first": first, "length": Count((length.name,), 1) if isinstance(length, Dim) else int(length)}
+    """The operands `first` (row of the run that the launch begins with) and `length` (rows of a sequence)."""
+    return {"first": first, "length": axis_size(op.targets, -1)}
 
 
 @lowering("softcap_cross_entropy", also={"targets": "i32"})
@@ -207,7 +205,6 @@ def lower_gradients(op: Any, c: Lowering, dlogits: Tensor, mode: int, **more: An
 
 
 @kernel("softcap", starts="y", constants=lambda op: dict(zip(("SCALE", "SHIFT", "WIDTH"), op.cap, strict=True)))
-@device
 def softcap(y, x, scalars, units, SCALE, SHIFT, WIDTH, UNIT, BLOCK, MODE):
     """y = z for a cap with a SHIFT. Without one z is centred, y = z - SCALE / 2, which is c tanh(x / c) with c = SCALE / 2."""
     i, mask = flat_indices(units, UNIT, BLOCK)

@@ -70,7 +70,6 @@ def power(exponent):
 
 
 @kernel("round_floating", also={"x": PLANES}, constants=lambda op: {"DENORMALS": op.denormals, "PER_TARGET": op.per_target})
-@device
 def round_floating(y, x, bias, scalars, units, DENORMALS, PER_TARGET, UNIT, BLOCK):
     """y = x rounded to a floating format with FRACTION mantissa bits whose largest exponent is bias[0]; larger numbers saturate.
     Normal numbers are rounded in their bits: half a unit is added, and the lower bits are cut off. DENORMALS: below `least` to a

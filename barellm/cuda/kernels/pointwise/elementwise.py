@@ -11,7 +11,6 @@ from barellm.runtime.lowering import view_stride
 
 
 @kernel("add", starts="y")
-@device
 def add(y, a, b, scalars, units, UNIT, BLOCK, MODE):
     i, mask = flat_indices(units, UNIT, BLOCK)
     total = tl.load(a + i, mask=mask).to(tl.float32) + tl.load(b + i, mask=mask).to(tl.float32)
@@ -19,7 +18,6 @@ def add(y, a, b, scalars, units, UNIT, BLOCK, MODE):
 
 
 @kernel("rescale", starts="y", constants=lambda op: {"FACTOR": float(op.forward)})
-@device
 def rescale(y, x, scalars, units, FACTOR, UNIT, BLOCK, MODE):
     i, mask = flat_indices(units, UNIT, BLOCK)
     store_or_add(y + i, mask, tl.load(x + i, mask=mask).to(tl.float32) * FACTOR, scalars, MODE)
@@ -42,14 +40,12 @@ def cast_rows(y, x, scalars, rows, C, Y_STRIDE, BR, BC, MODE):
 
 
 @kernel(*ACTIVATIONS, starts="y", constants=lambda op: {"NAME": op.name})
-@device
 def activation(y, x, scalars, units, NAME, UNIT, BLOCK, MODE):
     i, mask = flat_indices(units, UNIT, BLOCK)
     store_or_add(y + i, mask, value_of(tl.load(x + i, mask=mask, other=0.0).to(tl.float32), NAME), scalars, MODE)
 
 
 @kernel(*SLOPES, starts="dx", constants=lambda op: {"NAME": op.name})
-@device
 def activation_backward(dx, dy, x, scalars, units, NAME, UNIT, BLOCK, MODE):
     i, mask = flat_indices(units, UNIT, BLOCK)
     slope = slope_of(tl.load(x + i, mask=mask, other=0.0).to(tl.float32), NAME)
@@ -57,7 +53,6 @@ def activation_backward(dx, dy, x, scalars, units, NAME, UNIT, BLOCK, MODE):
 
 
 @kernel("bias", starts="y")
-@device
 def bias(y, x, bias, scalars, rows, C, BR, BC, MODE):
     """y = x + bias in every row."""
     row, column, mask = tile_indices(rows, C, BR, BC)
@@ -67,7 +62,6 @@ def bias(y, x, bias, scalars, rows, C, BR, BC, MODE):
 
 
 @kernel("last_row", starts="y")
-@device
 def last_row(y, x, scalars, rows, seq, C, BR, BC, MODE):
     """y (batch, 1, C) = x (batch, seq, C) at the last position; a row of y is a sequence."""
     row, column, mask = tile_indices(rows, C, BR, BC)

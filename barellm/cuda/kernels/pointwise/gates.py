@@ -8,7 +8,7 @@ start."""
 from typing import Any
 
 from barellm.cuda.kernel import COUNTER, Lowering, lowering
-from barellm.cuda.kernels.common import BLOCK, MIN_SUM_COLUMNS, pow2, store_or_add
+from barellm.cuda.kernels.common import BLOCK, MIN_SUM_COLUMNS, axis_size, pow2, store_or_add
 from barellm.cuda.kernels.norm.column_sums import Chunks, lower_combine
 from barellm.cuda.kernels.pointwise.activations import sigmoid
 from barellm.cuda.kernels.single_pass_reduction import is_last_program, store_total
@@ -169,14 +169,8 @@ def lower_gated(op: Any, c: Lowering) -> None:
     C, N = constants["C"], constants["N"]
     BC = min(256, pow2(C // N))
     BR = BLOCK // BC
-    operands, blocks = {"rows": rows, "seq": sequence_length(op)}, N * ceil_div(C // N, BC)
+    operands, blocks = {"rows": rows, "seq": axis_size(op.x, 1)}, N * ceil_div(C // N, BC)
     c.launch(gated, operands, constants | {"BR": BR, "BC": BC}, grid=lambda s: (ceil_div(rows(s), BR), blocks))
-
-
-def sequence_length(op: Any) -> Any:
-    """The length of a sequence: a number, or a function of the run's sizes."""
-    name = getattr(op.x.shape[1], "name", None)
-    return int(op.x.shape[1]) if name is None else lambda s: s[name]
 
 
 @device
@@ -226,7 +220,7 @@ def lower_gated_backward(op: Any, c: Lowering) -> None:
     BC = min(256, max(MIN_SUM_COLUMNS, pow2(C // N)))
     BR = BLOCK // BC
     constants |= {"BR": BR, "BC": BC, "SUM_BLOCK": None}
-    operands: dict[str, Any] = {"dfactor": None, "partials": None, "counter": None, "rows": rows, "seq": sequence_length(op)}
+    operands: dict[str, Any] = {"dfactor": None, "partials": None, "counter": None, "rows": rows, "seq": axis_size(op.x, 1)}
     if op.factor is not None:
         operands |= {"dfactor": (part(op.dfactor), "fp32"), "counter": COUNTER}
         operands["partials"] = c.scratch("partials", (ceil_div(op.z.size // N, BR) * N,))

@@ -39,7 +39,6 @@ def numbers_of(op: Any) -> tuple[float | None, ...]:
 
 
 @kernel("mix", starts="y", views=" ".join(COEFFICIENTS), constants=lambda op: {"NUMBERS": numbers_of(op)})
-@device
 def mix(y, x0, x1, x2, x3, k0, k1, k2, k3, scalars, units, NUMBERS, UNIT, BLOCK, MODE):
     """y = the sum of the terms x_j that are not None, each times its coefficient, BLOCK elements for each program."""
     i, mask = flat_indices(units, UNIT, BLOCK)

@@ -3,12 +3,11 @@ gradients may be columns of wider rows; GATE_STRIDE and so on: elements from a r
 
 from barellm.cuda.kernels.common import kernel, store_or_add, tile_indices
 from barellm.cuda.kernels.pointwise.activations import slope_of, value_of
-from barellm.cuda.lang import device, tl
+from barellm.cuda.lang import tl
 from barellm.program.ops.pointwise.swiglu import GATED
 
 
 @kernel(*(one.name for one in GATED.values()), starts="y", views="gate up", constants=lambda op: {"NAME": op.definition.name})
-@device
 def gated(y, gate, up, scalars, rows, NAME, C, GATE_STRIDE, UP_STRIDE, BR, BC, MODE):
     """y = activation(gate) * up, stored or added (MODE), in blocks (BR, BC) of rows."""
     row, column, mask = tile_indices(rows, C, BR, BC)
@@ -22,7 +21,6 @@ def gated(y, gate, up, scalars, rows, NAME, C, GATE_STRIDE, UP_STRIDE, BR, BC, M
     *(one.backward.name for one in GATED.values()), starts="dgate dup", views="gate up dgate dup",
     constants=lambda op: {"NAME": op.definition.name, "SLOPE": op.definition.backward.name},
 )  # fmt: skip
-@device
 def gated_backward(
     dgate, dup, dy, gate, up, scalars, rows,
     NAME, SLOPE, C, GATE_STRIDE, UP_STRIDE, DGATE_STRIDE, DUP_STRIDE, BR, BC, DGATE_MODE, DUP_MODE,
