@@ -13,7 +13,8 @@ Tuples of constants that the kernels of attention take (None or -1: absent):
 
     STRIDES  elements from a row to the next, of q, k, v       OFFSETS  from q's columns to k's and v's, if all are in one tensor
     DROPOUT  threshold of a random word, 1 / (1 - rate)
-    SCALES   softmax scale times log2(e), so that a probability is one fma and one exp2; index of a run-time scale's scalar
+    SCALES   softmax scale times log2(e), so that a probability is one fma and one exp2; index of a run-time scale's scalar; the
+             soft cap of the scores, or 0
 
 Of the mask (attention_mask.py): CAUSAL; LOCAL, whether there are windows or documents; WINDOW; FOLD.
 
@@ -35,6 +36,7 @@ from barellm.cuda.attention_config import AttentionConfig, padded_head_size
 from barellm.cuda.kernel import Lowering, lowering
 from barellm.cuda.kernels.attention import hopper_attention
 from barellm.cuda.kernels.attention.attention_mask import (
+    LOG2_E,
     LOWEST,
     MASK_CAUSAL,
     MASK_LENGTH,
@@ -42,6 +44,8 @@ from barellm.cuda.kernels.attention.attention_mask import (
     apply_mask,
     first_visible_key,
     mask_constants,
+    score_unit,
+    soft_cap,
     softmax_scale,
 )
 from barellm.cuda.kernels.attention.attention_tiles import kv_pointer, load_rows, store_rows
@@ -53,7 +57,7 @@ from barellm.program.ops.pointwise.random import keep_scale, threshold
 from barellm.program.tensor import Tensor
 from barellm.runtime.tuner.problem import given_config
 
-LN_2, LOG2_E = constant(1 / log2(e)), constant(log2(e))
+LN_2 = constant(1 / log2(e))
 
 
 @device
@@ -74,19 +78,22 @@ def dropout_mask(key, head, m0, n0, H, BM, BN, THRESHOLD):
 @device
 def attend_keys(
     acc, row_sum, row_max, q, k_rows, v_rows, m0, begin, end, count, first_key, scale_log2, key, head,
-    MASK, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
+    MASK, CAP, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
 ):  # fmt: skip
     """Online softmax of queries q (BM, DP) over the keys [begin, end): returns the updated acc (BM, DP), row_sum (BM) and row_max
     (BM) fp32, the maximum in units of log2(e). k_rows, v_rows: pointers to the head's keys and values. `first_key` (BM,): the first
     visible key of each query under a local mask, else None."""
+    unit = score_unit(scale_log2, CAP)
     for n0 in range(begin, end, BN):
         k = load_rows(k_rows, n0, count, STRIDES[1], BN, D, DP, PAIR_STRIDE)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if CAP > 0:
+            s = soft_cap(s, scale_log2, CAP)
         s = apply_mask(s, m0 + tl.arange(0, BM)[:, None], n0 + tl.arange(0, BN)[None, :], count, MASK, float("-inf"))
         if first_key is not None:
             s = tl.where(first_key[:, None] <= n0 + tl.arange(0, BN)[None, :], s, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
-        p = tl.math.exp2(s * scale_log2 - new_max[:, None])
+        new_max = tl.maximum(row_max, tl.max(s, 1) * unit)
+        p = tl.math.exp2(s * unit - new_max[:, None])
         rescale = tl.math.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         if DROPOUT[0] > 0:
@@ -131,12 +138,12 @@ def attention_forward(
     if CAUSAL:
         acc, row_sum, row_max = attend_keys(
             acc, row_sum, row_max, queries, k, v, m0, begin, m0, seq, first_key, scale_log2, key, head,
-            MASK_NONE, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
+            MASK_NONE, SCALES[2], DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
         )  # fmt: skip
         begin, stop = m0, min(m0 + BM, seq)
     acc, row_sum, row_max = attend_keys(
         acc, row_sum, row_max, queries, k, v, m0, begin, stop, seq, first_key, scale_log2, key, head,
-        MASK_CAUSAL if CAUSAL else MASK_LENGTH, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
+        MASK_CAUSAL if CAUSAL else MASK_LENGTH, SCALES[2], DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
     )  # fmt: skip
     m = m0 + tl.arange(0, BM)
     tl.store(lse + tl.program_id(1).to(tl.int64) * seq + m, (row_max + tl.math.log2(row_sum)) * LN_2, mask=m < seq)
@@ -187,9 +194,9 @@ def masked_config_of(op: Any, c: Lowering, operation: str) -> AttentionConfig:
 
 def config_of(op: Any, c: Lowering, operation: str) -> AttentionConfig:
     """The configuration of a kernel (`operation`: attention_config.py): given, tuned for these sizes, or the default. Local masks
-    are not tuned: their windows change from step to step."""
+    are not tuned, as their windows change from step to step, nor are soft caps, which need registers of their own."""
     batch, length, C = (int(n) for n in op.out.shape)
-    if op.bounded:
+    if op.bounded or op.softcap:
         return masked_config_of(op, c, operation)
     heads, kv_heads = op.heads // op.fold, op.kv_heads // op.fold if op.kv_heads != op.heads else 0
     sizes = op.fold * length, heads, C // op.heads, threshold(op.rate) > 0, kv_heads

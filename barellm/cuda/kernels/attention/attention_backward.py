@@ -18,23 +18,17 @@ from typing import Any
 from barellm.cuda import attention_config
 from barellm.cuda.attention_config import HEAD_SIZE_CHUNK, MAX_HEAD_SIZE_DKV, AttentionConfig
 from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.attention.attention import (
-    LOG2_E,
-    blocks,
-    config_of,
-    constants_of,
-    dropout_mask,
-    head_sizes,
-    operands_of,
-    options,
-)
+from barellm.cuda.kernels.attention.attention import blocks, config_of, constants_of, dropout_mask, head_sizes, operands_of, options
 from barellm.cuda.kernels.attention.attention_mask import (
+    LOG2_E,
     MASK_CAUSAL,
     MASK_LENGTH,
     MASK_NONE,
     apply_mask,
     constant_scale,
     first_visible_key,
+    score_unit,
+    soft_cap,
     softmax_scale,
     visible_queries_end,
 )
@@ -82,7 +76,7 @@ def stats_of(stats, m0, count, LOCAL, BM):
 @device
 def add_queries(
     dk, dv, k, v, q_rows, k_rows, v_rows, dout, stats, m0, n0, count, first, scale_log2, key, head,
-    CAUSAL, LOCAL, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDES, DC, BM, BN,
+    CAUSAL, LOCAL, CAP, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDES, DC, BM, BN,
 ):  # fmt: skip
     """Add what BM queries from m0 on contribute to dk and dv (BN, DC), the DC columns from `first` on, of the keys from n0 on.
     Scores are transposed, (BN, BM), so no operand of a matmul must change its layout. k, v: blocks in registers, or None where DC <
@@ -96,7 +90,9 @@ def add_queries(
         q = load_columns(q_rows + first, m0, count, D - first, STRIDES[0], BM, DC, PAIR_STRIDES[0])
         s = dot_over_columns(k_rows, q_rows, n0, m0, count, STRIDES[1], STRIDES[0], PAIR_STRIDES[1], PAIR_STRIDES[0], BN, BM, D, DC)
     lse, delta, first_key = stats_of(stats, m0, count, LOCAL, BM)
-    p = tl.math.exp2(s * scale_log2 - lse[None, :])
+    if CAP > 0:
+        s = soft_cap(s, scale_log2, CAP)
+    p = tl.math.exp2(s * score_unit(scale_log2, CAP) - lse[None, :])
     if CAUSAL:
         p = tl.where(m[None, :] >= n0 + tl.arange(0, BN)[:, None], p, 0.0)
     if LOCAL:
@@ -113,6 +109,8 @@ def add_queries(
         p_dropped, dp = tl.where(kept, p * DROPOUT[1], 0.0), tl.where(kept, dp * DROPOUT[1], 0.0)
     dv = tl.dot(p_dropped.to(dout_block.dtype), dout_block, dv, input_precision="ieee")
     ds = p * (dp - delta[None, :])
+    if CAP > 0:
+        ds = ds * (1.0 - s * s)
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
@@ -166,7 +164,7 @@ def attention_dkv(
         for m0 in range(begin, stop, BM):
             k_sum, v_sum = add_queries(
                 k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, scale_log2, key, group,
-                True, LOCAL, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDES, DC, BM, BN,
+                True, LOCAL, SCALES[2], DROPOUT, H, D, DP, STRIDES, PAIR_STRIDES, DC, BM, BN,
             )  # fmt: skip
     elif GROUP_SIZE == 1:
         below_diagonal = 0
@@ -175,12 +173,12 @@ def attention_dkv(
             for m0 in range(begin, below_diagonal, BM):
                 k_sum, v_sum = add_queries(
                     k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, scale_log2, key, group,
-                    True, LOCAL, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDES, DC, BM, BN,
+                    True, LOCAL, SCALES[2], DROPOUT, H, D, DP, STRIDES, PAIR_STRIDES, DC, BM, BN,
                 )  # fmt: skip
         for m0 in range(below_diagonal, seq, BM):
             k_sum, v_sum = add_queries(
                 k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, scale_log2, key, group,
-                False, LOCAL, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDES, DC, BM, BN,
+                False, LOCAL, SCALES[2], DROPOUT, H, D, DP, STRIDES, PAIR_STRIDES, DC, BM, BN,
             )  # fmt: skip
     else:
         count = tl.cdiv(stop - begin, BM)  # blocks of queries of one head
@@ -189,7 +187,7 @@ def attention_dkv(
             k_sum, v_sum = add_queries(
                 k_sum, v_sum, keys, values, q + group_head * D, k, v, dout + group_head * D, stats + STATS * (group_head * seq),
                 m0, n0, seq, first, scale_log2, key, group * GROUP_SIZE + group_head,
-                CAUSAL, LOCAL, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDES, DC, BM, BN,
+                CAUSAL, LOCAL, SCALES[2], DROPOUT, H, D, DP, STRIDES, PAIR_STRIDES, DC, BM, BN,
             )  # fmt: skip
     scale = softmax_scale(scalars, SOFTMAX_SCALE, SCALES[1], 1.0)
     column = group * D + first
@@ -206,7 +204,7 @@ def attention_dkv(
 @device
 def add_keys(
     dq, q, do, k_rows, v_rows, lse, delta, m0, begin, end, count, first_key, scale_log2, key, head,
-    MASK, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
+    MASK, CAP, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
 ):  # fmt: skip
     """Add what the keys [begin, end) contribute to dq (BM, DP) fp32, without the softmax scale. q, do: blocks (BM, DP) of queries
     and of dout; lse, delta (BM,): those of `stats_of`; k_rows, v_rows: pointers to the head's keys and values; `first_key` (BM,):
@@ -214,14 +212,20 @@ def add_keys(
     for n0 in range(begin, end, BN):
         k = load_rows(k_rows, n0, count, STRIDES[1], BN, D, DP, PAIR_STRIDE)
         v = load_rows(v_rows, n0, count, STRIDES[2], BN, D, DP, PAIR_STRIDE)
-        p = tl.math.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2 - lse[:, None])
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if CAP > 0:
+            s = soft_cap(s, scale_log2, CAP)
+        p = tl.math.exp2(s * score_unit(scale_log2, CAP) - lse[:, None])
         p = apply_mask(p, m0 + tl.arange(0, BM)[:, None], n0 + tl.arange(0, BN)[None, :], count, MASK, 0.0)
         if first_key is not None:
             p = tl.where(first_key[:, None] <= n0 + tl.arange(0, BN)[None, :], p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         if DROPOUT[0] > 0:
             dp = tl.where(dropout_mask(key, head, m0, n0, H, BM, BN, DROPOUT[0]), dp * DROPOUT[1], 0.0)
-        dq = tl.dot((p * (dp - delta[:, None])).to(k.dtype), k, dq, input_precision="ieee")
+        ds = p * (dp - delta[:, None])
+        if CAP > 0:
+            ds = ds * (1.0 - s * s)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
 
@@ -259,12 +263,12 @@ def attention_dq(
     if CAUSAL:
         total = add_keys(
             total, queries, do, k, v, lse, delta, m0, begin, m0, seq, first_key, scale_log2, key, head,
-            MASK_NONE, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
+            MASK_NONE, SCALES[2], DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
         )  # fmt: skip
         begin, stop = m0, min(m0 + BM, seq)
     total = add_keys(
         total, queries, do, k, v, lse, delta, m0, begin, stop, seq, first_key, scale_log2, key, head,
-        MASK_CAUSAL if CAUSAL else MASK_LENGTH, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
+        MASK_CAUSAL if CAUSAL else MASK_LENGTH, SCALES[2], DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
     )  # fmt: skip
     scale = softmax_scale(scalars, SOFTMAX_SCALE, SCALES[1], 1.0)
     dq = dq + token0 * DQ_STRIDE + head * D

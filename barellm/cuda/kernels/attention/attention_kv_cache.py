@@ -15,7 +15,7 @@ from typing import Any
 from barellm.cuda.attention_config import select_attention_config
 from barellm.cuda.kernel import Lowering, Sizes, lowering
 from barellm.cuda.kernels.attention.attention import head_sizes
-from barellm.cuda.kernels.attention.attention_mask import constant_scale
+from barellm.cuda.kernels.attention.attention_mask import constant_scale, score_unit, soft_cap
 from barellm.cuda.kernels.attention.attention_tiles import load_rows
 from barellm.cuda.kernels.common import POS, axis_size, row_strides
 from barellm.cuda.lang import device, tl
@@ -57,7 +57,7 @@ def visible_keys(pos, m0, seq, GROUP_SIZE, BM):
 
 @device
 def attention_split_kv(
-    partials, stats, q, k_cache, v_cache, scalars, seq, part, SCALE_LOG2, H, GROUP_SIZE, D, DP, Q_STRIDE, L, WINDOW, BM, BN
+    partials, stats, q, k_cache, v_cache, scalars, seq, part, SCALE_LOG2, CAP, H, GROUP_SIZE, D, DP, Q_STRIDE, L, WINDOW, BM, BN
 ):
     """Online softmax of BM rows of a group over one split of `part` keys: partials (splits, B, T, H, D) fp32, not yet divided by
     the sum of probabilities; stats (splits, B, T, H, 2): the maximum score, in units of ln 2, and that sum. A token sees the last
@@ -88,7 +88,10 @@ def attention_split_kv(
             is_visible = (n < end)[None, :] & (n[None, :] <= pos + m[:, None])
             if WINDOW > 0:
                 is_visible = is_visible & (n[None, :] > pos + m[:, None] - WINDOW)
-            s = tl.where(is_visible, tl.dot(queries, tl.trans(k), input_precision="ieee") * SCALE_LOG2, float("-inf"))
+            s = tl.dot(queries, tl.trans(k), input_precision="ieee")
+            if CAP > 0:
+                s = soft_cap(s, SCALE_LOG2, CAP)
+            s = tl.where(is_visible, s * score_unit(SCALE_LOG2, CAP), float("-inf"))
             new_max = tl.maximum(row_max, tl.max(s, 1))
             # A token may see none of these keys: its maximum stays -inf, and -inf - -inf would be NaN.
             base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -159,7 +162,7 @@ def lower_attention_cached(op: Any, c: Lowering) -> None:
     results = {"partials": c.scratch("partials", (max_rows, C)), "stats": c.scratch("stats", (max_rows, H, 2))}
     window = 0 if op.keys_before(L) is None else op.sliding_window
     head = {"H": H, "GROUP_SIZE": group_size, "D": D, "DP": DP, "WINDOW": window}
-    constants = head | {"SCALE_LOG2": constant_scale(op, D, log2(e)), "L": L, **row_strides(q=op.q)}
+    constants = head | {"SCALE_LOG2": constant_scale(op, D, log2(e)), "CAP": op.softcap, "L": L, **row_strides(q=op.q)}
     for few in (True, False):
         t = select_attention_config("few" if few else "many", DP, op.q.dtype, c.target.arch)
 

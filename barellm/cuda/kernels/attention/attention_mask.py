@@ -8,11 +8,11 @@ from typing import Any
 from barellm.cuda.kernels.common import scalar_fp64
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.scalars import SCALARS
-from barellm.runtime.registry import Refused
 
 MASK_NONE, MASK_CAUSAL, MASK_LENGTH = constant(0), constant(1), constant(2)  # the last hides keys beyond the sequence
 LOWEST = constant(-1e30)  # where a running maximum begins if a block may hide all keys of a query
 WIDEST = constant(1 << 30)
+LOG2_E = constant(log2(e))
 
 
 @device
@@ -71,17 +71,30 @@ def softmax_scale(scalars, SCALE, SCALE_AT, FACTOR):
         return SCALE
 
 
+@device
+def soft_cap(s, scale_log2, CAP):
+    """tanh of the scaled scores over CAP: with a soft cap (Gemma 2), CAP times it are the scores. 1 - tanh^2 is its slope."""
+    return 1.0 - 2.0 / (tl.math.exp2(s * (scale_log2 * (2.0 / CAP))) + 1.0)
+
+
+@device
+def score_unit(scale_log2, CAP):
+    """What scores, or with a soft cap what `soft_cap` makes of them, are multiplied by before exp2."""
+    if CAP > 0:
+        return CAP * LOG2_E
+    else:
+        return scale_log2
+
+
 def mask_constants(op: Any, D: int) -> dict[str, Any]:
     """The constants SCALES, CAUSAL, LOCAL, WINDOW and FOLD of an attention op with heads of D columns."""
     window, scale = (SCALARS[scalar].index if isinstance(scalar, str) else -1 for scalar in (op.window, op.scale))
     before = op.keys_before(op.fold * int(op.q.shape[1]))
     window = -2 - before if before is not None else window
     masks = {"CAUSAL": int(op.causal), "LOCAL": int(op.bounded), "WINDOW": window, "FOLD": op.fold}
-    return {"SCALES": (constant_scale(op, D, log2(e)), scale), **masks}
+    return {"SCALES": (constant_scale(op, D, log2(e)), scale, op.softcap), **masks}
 
 
 def constant_scale(op: Any, D: int, factor: float = 1.0) -> float:
-    """The softmax scale of an attention op without a run-time scale, times `factor`. Raises Refused for an op with a softcap."""
-    if op.softcap:
-        raise Refused(f"the cuda backend's kernel for {op.name} has no softcap, found {op.softcap}")
+    """The softmax scale of an attention op without a run-time scale, times `factor`."""
     return op.scale * factor if isinstance(op.scale, float) else factor / sqrt(D)
