@@ -5,12 +5,13 @@
     LOG2_E = constant(1.4426950408889634)
 
     @device
-    def scale(x, y, rows, C: tl.constexpr): ...
+    def scale(x, y, rows, C): ...
 
 Triton's decorator needs Triton at import time, and a training run whose kernels lie in the cache must not import it. So `device`
 only marks the function; `materialised()` builds its module's namespace a second time, with the real `tl` and with every
-marked function as Triton's object: compiled code, or the interpreter's for tests. A parameter that is a constant of the code is
-annotated `tl.constexpr` under `from __future__ import annotations`, so that nothing is evaluated."""
+marked function as Triton's object: compiled code, or the interpreter's for tests. A parameter in capitals is a constant of the
+code: Triton's annotation `tl.constexpr` may stand there, and goes without saying. Sizes that only a run knows have a type: `M:
+tl.int32`. Annotations are never evaluated, under `from __future__ import annotations`."""
 
 import sys
 import types
@@ -51,8 +52,8 @@ class DeviceFunction:
         self.module, self.name = function.__module__, function.__name__
         code = function.__code__
         self.parameters: tuple[str, ...] = code.co_varnames[: code.co_argcount]
-        # The decorator's argument is never evaluated: "tl.constexpr", or "gl.constexpr".
-        self.constants = frozenset(n for n, a in function.__annotations__.items() if str(a).endswith("constexpr"))
+        types = {name: str(function.__annotations__.get(name, "constexpr")) for name in self.parameters if name.isupper()}
+        self.constants = frozenset(name for name, kind in types.items() if kind.endswith("constexpr"))
 
     def materialised(self, *, interpreted: bool = False) -> Any:
         """Triton's object for this function. Needs Triton."""
@@ -96,7 +97,7 @@ def namespace(module: str, interpreted: bool) -> dict[str, Any]:
             objects[name] = value
     for f in functions:
         copy = types.FunctionType(f.function.__code__, objects, f.name, f.function.__defaults__)
-        copy.__annotations__, copy.__module__, copy.__qualname__ = f.function.__annotations__, module, f.name
+        copy.__annotations__, copy.__module__, copy.__qualname__ = dict.fromkeys(f.constants, "tl.constexpr"), module, f.name
         with knobs.runtime.scope():
             knobs.runtime.interpret = interpreted
             objects[f.name] = gluon_jit.jit(copy) if f.dialect == "gluon" else triton.jit(copy)

@@ -10,7 +10,7 @@ import pytest
 
 from barellm.cpu import jit
 from barellm.cpu.kernel import REGISTRY, Lowering
-from barellm.cpu.kernels.loops import foreach_vector
+from barellm.cpu.kernels.loops import vectors
 from barellm.program import ops
 from tests.cases import backward_case, forward_case, leading_case, loss_case
 from tests.conv_cases import FORMS, WINOGRAD, winograd_case
@@ -24,36 +24,42 @@ SCRATCH_BYTES = 4096  # a whole page, behind which the arena leaves nothing
 
 def slightly_wrong(k, y, a, b):
     with k.parallel_range(N, 64) as (begin, end):
-        foreach_vector(k, begin, end, lambda i, mask, j: y.store((a.load(i, mask) + b.load(i, mask)) * (1 + 2**-22), i, mask))
+        for i, mask, _ in vectors(k, begin, end):
+            y.store((a.load(i, mask) + b.load(i, mask)) * (1 + 2**-22), i, mask)
 
 
 def beyond_the_end(k, y, a, b):
     with k.parallel_for(1):
-        foreach_vector(k, 0, N, lambda i, mask, j: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
+        for i, mask, _ in vectors(k, 0, N):
+            y.store(a.load(i, mask) + b.load(i, mask), i, mask)
         y.put(0.0, N)
 
 
 def into_an_input(k, y, a, b):
     with k.parallel_for(1):
-        foreach_vector(k, 0, N, lambda i, mask, j: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
+        for i, mask, _ in vectors(k, 0, N):
+            y.store(a.load(i, mask) + b.load(i, mask), i, mask)
         b.put(0.0, 3)
 
 
 def not_everything(k, y, a, b):
     with k.parallel_for(1):
-        foreach_vector(k, 0, N - 1, lambda i, mask, j: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
+        for i, mask, _ in vectors(k, 0, N - 1):
+            y.store(a.load(i, mask) + b.load(i, mask), i, mask)
 
 
 def behind_its_scratch(k, y, a, b):
     with k.parallel_for(1):
-        foreach_vector(k, 0, N, lambda i, mask, j: y.store(a.load(i, mask) + b.load(i, mask), i, mask))
+        for i, mask, _ in vectors(k, 0, N):
+            y.store(a.load(i, mask) + b.load(i, mask), i, mask)
         k.thread_scratch().put(0.0, SCRATCH_BYTES // 4)
 
 
 def by_threads(k, y, a, b):
     with k.parallel_for(1):
         tiny = k.to(k.threads, "float") * 1e-10
-        foreach_vector(k, 0, N, lambda i, mask, j: y.store(a.load(i, mask) + b.load(i, mask) + tiny, i, mask))
+        for i, mask, _ in vectors(k, 0, N):
+            y.store(a.load(i, mask) + b.load(i, mask) + tiny, i, mask)
 
 
 WRONG = [

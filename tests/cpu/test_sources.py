@@ -155,7 +155,7 @@ def loaded(path: Path, text: str):
 
 def test_a_kernel_outside_the_package_that_was_edited_is_another_kernel(tmp_path):
     def scale(name: str, factor: float) -> str:
-        text = f"from barellm.cpu.kernels.loops import foreach_column\ndef scale(k, y):\n    y.store(y.load() * {factor})\n"
+        text = f"from barellm.cpu.kernels.loops import columns\ndef scale(k, y):\n    y.store(y.load() * {factor})\n"
         return loaded(tmp_path / f"{name}.py", text).key
 
     assert scale("a", 2.0) == scale("b", 2.0) != scale("c", 3.0)
@@ -164,7 +164,7 @@ def test_a_kernel_outside_the_package_that_was_edited_is_another_kernel(tmp_path
 def test_a_kernel_of_a_cell_that_runs_again_is_another_kernel():
     def of_cell(factor: float) -> str:
         cell: dict = {"__name__": "__main__"}
-        exec(f"from barellm.cpu.kernels.loops import foreach_column\ndef scale(k, y):\n    y.store(y.load() * {factor})\n", cell)
+        exec(f"from barellm.cpu.kernels.loops import columns\ndef scale(k, y):\n    y.store(y.load() * {factor})\n", cell)
         return Specialisation(cell["scale"], ("fp32",), ()).key
 
     assert of_cell(2.0) == of_cell(2.0) != of_cell(3.0)

@@ -11,7 +11,7 @@ import pytest
 from barellm.cpu import jit
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Specialisation
-from barellm.cpu.kernels.loops import foreach_vector
+from barellm.cpu.kernels.loops import vectors
 from barellm.cpu.lang import vector
 from barellm.program.ops.pointwise.elementwise import ACTIVATIONS, GELU_CUBIC, GELU_SCALE, sigmoid
 from tests.cpu.check import EPS, ISAS, isa_named
@@ -29,16 +29,15 @@ def gelu_erf_slope(k, x):
 
 def apply(k, y, x, n, *, function, more):
     of = {"silu_slope": silu_slope, "gelu_erf_slope": gelu_erf_slope}.get(function) or getattr(vector, function)
-    foreach_vector(k, 0, n, lambda i, mask, j: y.store(of(k, x.load(i, mask), *more), i, mask))
+    for i, mask, _ in vectors(k, 0, n):
+        y.store(of(k, x.load(i, mask), *more), i, mask)
 
 
 def sincos(k, sine, cosine, turn, n):
-    def body(i, mask, j):
+    for i, mask, _ in vectors(k, 0, n):
         s, c = vector.sincos_turn(k, turn.load(i, mask))
         sine.store(s, i, mask)
         cosine.store(c, i, mask)
-
-    foreach_vector(k, 0, n, body)
 
 
 @cache

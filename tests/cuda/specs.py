@@ -7,7 +7,7 @@ from barellm.cuda.lang import device, tl
 
 
 @device
-def scaled(y, x, n, scalars, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
+def scaled(y, x, n, scalars, FACTOR, BLOCK):
     """y (n) = FACTOR x, plus a run-time scalar."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y + i, tl.load(x + i, mask=i < n) * FACTOR + tl.load(scalars).to(tl.float32), mask=i < n)

@@ -11,7 +11,7 @@ from barellm.cuda import attention_config
 from barellm.cuda.attention_config import AttentionConfig
 from barellm.cuda.kernels.attention import attention_kv_cache
 from barellm.program import ops
-from tests.cases import SCORED, backward_case, bounded, cached_case, each_cached_scored, forward_case
+from tests.cases import backward_case, bounded, cached_case, each_cached_scored, each_scored, forward_case
 from tests.cuda import check
 from tests.cuda.check import PLAIN
 
@@ -139,25 +139,16 @@ def test_bounded(shape, groups, bounds, dtype):
     check_op(ops.AttentionBackward, **backward_case(shape, dtype, **more), modes=ADDED if more["packed"] else {"dk": "add"})
 
 
-WITHOUT_CAP = [(shape, groups, {**more, "softcap": 0.0}) for shape, groups, more in SCORED[:2] + SCORED[3:5]]
-
-
-@pytest.mark.parametrize("shape, groups, scored", WITHOUT_CAP, ids=str)
-def test_constant_windows_and_scales(shape, groups, scored):
+@each_scored
+def test_constant_windows_scales_and_soft_caps(shape, groups, scored):
     more = {"groups": groups, "packed": False, **scored}
     check_op(ops.Attention, **forward_case(shape, "fp32", **more), plan=(shape[0] + 1, shape[1] + 20))
     check_op(ops.AttentionBackward, **backward_case(shape, "bf16", **more))
 
 
 @each_cached_scored
-def test_cached_with_constant_windows_and_scales(pos, T, scored):
-    case = cached_case("fp32", pos=pos, T=T, heads=4, groups=2, D=20, length=113, **{**scored, "softcap": 0.0})
-    check_op(ops.AttentionCached, **case)
-
-
-def test_a_cap_is_refused():
-    with pytest.raises(ValueError, match=r"the cuda backend's kernel for attention has no softcap, found 2\.0"):
-        check_op(ops.Attention, **forward_case((1, 7, 1, 16), "fp32", softcap=2.0))
+def test_cached_with_constant_windows_scales_and_soft_caps(pos, T, scored):
+    check_op(ops.AttentionCached, **cached_case("fp32", pos=pos, T=T, heads=4, groups=2, D=20, length=113, **scored))
 
 
 @pytest.mark.parametrize("shape, groups, rate", [((2, 67, 2, 20), 2, 0.0), ((1, 130, 4, 16), 2, 0.3), ((1, 64, 1, 32), 1, 0.0)])

@@ -382,6 +382,16 @@ def test_attention_in_windows_of_documents_does_not_spill(arch, head, paired):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch, head", [(80, 256), (90, 256), (90, 128), (120, 128)])
+@pytest.mark.extended
+def test_attention_with_a_soft_cap_does_not_spill(arch, head):
+    """Heads of Gemma 2, whose keys two queries' heads share: 256 columns, and 128 of the model with 27B parameters."""
+    found = attention_specs(head, "bf16", arch, 2, 1, softcap=50.0, scale=head**-0.5)
+    assert len(found) == 4
+    clean(rows(found, arch))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("arch, head", [(90, 64), (90, 128), (80, 128)])
 def test_no_tile_that_the_tuner_tries_for_attention_spills(arch, head):
     found: dict[Specialisation, str] = {}

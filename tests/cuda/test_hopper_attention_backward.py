@@ -77,7 +77,7 @@ def launch(keys, batch, seq, heads, D, *, stages, share=1, seed=1, dtype=BF16, s
     )
     args |= {
         "seq": seq, "heads": batch * (groups if keys else heads), "DKV": keys, "STAGES": stages,
-        "SCALES": (LOG2_E / D**0.5, 1 / D**0.5), "HEADS": (heads, share, D),
+        "SCALES": (LOG2_E / D**0.5, 1 / D**0.5), "H": heads, "GROUP_SIZE": share, "D": D,
         "DKV_STRIDES": (written["dx"].shape[1], groups * D if keys else 0),
     }  # fmt: skip
     return args, [

@@ -40,7 +40,7 @@ def tl_name(a):
 
 
 @device
-def products(c, a, b, S: tl.constexpr):
+def products(c, a, b, S):
     i = tl.arange(0, S)[:, None] * S + tl.arange(0, S)[None, :]
     tl.store(c + i, tl.dot(tl.load(a + i), tl.load(b + i)))
 
@@ -53,7 +53,7 @@ def test_products_of_bf16_multiply_numbers_and_not_bits():
 
 
 @device
-def masked(y, x, S: tl.constexpr, OTHER: tl.constexpr):
+def masked(y, x, S, OTHER):
     i = tl.arange(0, S)
     tl.store(y + i, tl.load(x + i, mask=i < 0, other=OTHER))
 
@@ -67,7 +67,7 @@ def test_lanes_off_the_mask_hold_what_is_said_or_nobody_knows_what(size, other):
 
 
 @device
-def arithmetic(y, x, S: tl.constexpr):
+def arithmetic(y, x, S):
     i = tl.arange(0, S)
     v = tl.load(x + i)
     tl.store(y + i, tl.where(v > 0, v * v + v, -v))
@@ -81,7 +81,7 @@ def test_bf16_arithmetic_rounds_after_each_operation():
 
 
 @device
-def converted(y, z, x, S: tl.constexpr):
+def converted(y, z, x, S):
     i = tl.arange(0, S)
     v = tl.load(x + i).to(tl.bfloat16)
     tl.store(y + i, v)
@@ -97,7 +97,7 @@ def test_conversions_to_bf16_round_to_nearest_even(dtype):
 
 
 @device
-def halved_sums(y, x, n, S: tl.constexpr):
+def halved_sums(y, x, n, S):
     total = tl.zeros((S,), tl.float32)
     for k in range(tl.cdiv(n, S)):
         i = k * S + tl.arange(0, S)
@@ -140,50 +140,50 @@ def test_tensor_maps_read_zeros_outside_and_write_nothing_there():
 
 
 @device
-def unmasked_lanes(y, a, b, n, BLOCK: tl.constexpr):
+def unmasked_lanes(y, a, b, n, BLOCK):
     i = tl.arange(0, BLOCK)
     tl.store(y + i, tl.load(a + i, mask=i < n - 1) + tl.load(b + i, mask=i < n), mask=i < n)
 
 
 @device
-def slightly_wrong(y, a, b, n, BLOCK: tl.constexpr):
+def slightly_wrong(y, a, b, n, BLOCK):
     i = tl.arange(0, BLOCK)
     tl.store(y + i, (tl.load(a + i, mask=i < n) + tl.load(b + i, mask=i < n)) * (1 + 2**-18), mask=i < n)
 
 
 @device
-def beyond_the_end(y, a, b, n, BLOCK: tl.constexpr):
+def beyond_the_end(y, a, b, n, BLOCK):
     i = tl.arange(0, BLOCK)
     tl.store(y + i, tl.load(a + i, mask=i < n) + tl.load(b + i, mask=i < n), mask=(i < n) | (i == 585))
 
 
 @device
-def beyond_the_size(y, a, b, n, BLOCK: tl.constexpr):
+def beyond_the_size(y, a, b, n, BLOCK):
     i = tl.arange(0, BLOCK)
     tl.store(y + i, tl.load(a + i, mask=i < n) + tl.load(b + i, mask=i < n), mask=i <= n)
 
 
 @device
-def reads_too_far(y, a, b, n, BLOCK: tl.constexpr):
+def reads_too_far(y, a, b, n, BLOCK):
     i = tl.arange(0, BLOCK)
     tl.store(y + i, tl.load(a + i, mask=i < 586) + tl.load(b + i, mask=i < n), mask=i < n)
 
 
 @device
-def into_an_input(y, a, b, n, BLOCK: tl.constexpr):
+def into_an_input(y, a, b, n, BLOCK):
     i = tl.arange(0, BLOCK)
     tl.store(y + i, tl.load(a + i, mask=i < n) + tl.load(b + i, mask=i < n), mask=i < n)
     tl.store(b + 3, 0.0)
 
 
 @device
-def not_everything(y, a, b, n, BLOCK: tl.constexpr):
+def not_everything(y, a, b, n, BLOCK):
     i = tl.arange(0, BLOCK)
     tl.store(y + i, tl.load(a + i, mask=i < n) + tl.load(b + i, mask=i < n), mask=i < n - 1)
 
 
 @device
-def racing(y, a, b, n, BLOCK: tl.constexpr):
+def racing(y, a, b, n, BLOCK):
     i = tl.arange(0, BLOCK)
     tiny = 1e-7 * tl.program_id(0).to(tl.float32)
     tl.store(y + i, tl.load(a + i, mask=i < n) + tl.load(b + i, mask=i < n) + tiny, mask=i < n)
@@ -216,7 +216,7 @@ def test_a_wrong_kernel_is_reported(kernel, message, monkeypatch):
 
 
 @device
-def added(y, a, b, n, BLOCK: tl.constexpr):
+def added(y, a, b, n, BLOCK):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y + i, tl.load(a + i, mask=i < n) + tl.load(b + i, mask=i < n), mask=i < n)
 

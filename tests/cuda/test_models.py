@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,12 @@ from tests.simulators.mock import Gpu
 
 MODEL = ModelConfig(layers=1, heads=3, d_model=21, vocab_size=37, padded_vocab=41, max_seq=9, dropout=0.1)
 LLAMA = Llama(layers=2, heads=4, kv_heads=2, d_model=24, d_ff=37, vocab_size=41, padded_vocab=43, max_seq=9, tied=False)
+GEMMA = replace(
+    LLAMA, norm_position="both", norm_unit_offset=True, sliding_window=4, window_layers="0", attention_softcap=0.5,
+    logits_softcap=30.0, activation="gelu", embedding_multiplier=5.0,
+)  # fmt: skip
 SHAPE = (2, 9)
-each_model = pytest.mark.parametrize("model", [MODEL, LLAMA], ids=["gpt2", "llama3"])
+each_model = pytest.mark.parametrize("model", [MODEL, LLAMA, GEMMA], ids=["gpt2", "llama3", "gemma2"])
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ COUNTS = (1, 3, 0, 2)  # programs of each entry
 
 
 @device
-def marked(table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr):
+def marked(table, ENTRIES, WIDE, ALIGN):
     """Each program writes its entry's number, and how many programs of it came before."""
     entry, turn = find_entry(table, ENTRIES, WIDE)
     out = pointer(table, entry, 1, ENTRIES, tl.float32, ALIGN)

@@ -115,7 +115,7 @@ def test_a_fault_in_compiled_code_shows(fault):
 
 
 @device
-def sums(out, partials, counter, x, BLOCK: tl.constexpr):
+def sums(out, partials, counter, x, BLOCK):
     """out (BLOCK) = the sum of x (programs, BLOCK) over programs. All threads of a program leave something for the last one."""
     i, number = tl.arange(0, BLOCK), tl.program_id(1) + tl.num_programs(1) * tl.program_id(2)
     tl.store(partials + number * BLOCK + i, tl.load(x + number * BLOCK + i))

@@ -21,13 +21,10 @@ Arrays = list[tuple[int, np.ndarray]]  # with their destination or source rank
 def sum_over_ranks(k: KernelBuilder, y, own, others, n, *, rank, count) -> None:
     """The reduction of a reduce-scatter: y (n) = the sum of all ranks' gradients, in rank order; `own` (n) is this rank's, others
     (count - 1, n) are the received ones."""
-
-    def vector(i, mask):
+    for i, mask, put in loops.elementwise(k, n, y):
         terms = [others.load(n * j + i, mask) for j in range(count - 1)]
         terms.insert(rank, own.load(i, mask))
-        return reduce(add, terms)
-
-    loops.elementwise_map(k, n, y, vector)
+        put(reduce(add, terms))
 
 
 @lowering("sum_over_ranks", floats="fp32 bf16", spans="own y")
@@ -97,15 +94,12 @@ def sum_share(k: KernelBuilder, y, partials, own, table, number, n, *, rank, cou
             remote = table.get(number * others + (PROCESSES + others + j)) + begin * own.itemsize
             read_process(k, table, table.get(PROCESSES + j), remote, received.at(j * CHUNK), (end - begin) * own.itemsize)
         sums = loops.new_accumulators(k, reductions.CHAINS)
-
-        def body(i, mask, chain):
+        for i, mask, chain in loops.vectors(k, begin, end, unroll=reductions.CHAINS):
             terms = [received.load(i - begin + j * CHUNK, mask) for j in range(others)]
             terms.insert(rank, own.load(i, mask))
             total = reduce(add, terms)
             y.store(total, i, mask)
             sums[chain].value = k.fma(total, total, sums[chain].value)
-
-        loops.foreach_vector(k, begin, end, body, unroll=reductions.CHAINS)
         partials.put(k.sum(loops.tree_reduce(sums, add)), chunk)
 
 

@@ -1,11 +1,15 @@
 """Loops that kernels share: elementwise over flat ranges, over the columns of a row, over rows; non-temporal stores.
 
+A loop is a generator: the body of a Python `for` over it is emitted once for each vector of an unrolled iteration, so a body may
+neither `break` nor return. `put` stores the value that belongs at the body's index.
+
 Shared parameters: `mode` of a result is "store", "add" (C += ...) or "start" (the first micro-batch stores, later ones add; see
 `KernelBuilder.keep`). A `mask` (i1 lanes) limits a vector at the end of a row; None: all lanes. `nontemporal` is a run-time
 condition (i1), true for results that are larger than the caches; None: never. A "vector" is `k.lanes` elements. dims, inner, width:
 `shape_of`, `flat`. Kernels over rows have C columns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Op, Pointer, Tensor, Value, Var, dims_of
@@ -17,9 +21,11 @@ LINE = 64  # bytes of a cache line
 ROW_UNROLL = 4  # vectors of a row that are stored together
 ROW_TOGETHER = 2  # and of each of several results
 
-# (index of the first lane, mask or None, number of the vector in the unrolled iteration)
-Body = Callable[[Any, Value | None, int], None]
-# (index of the first lane, mask or None) -> what belongs there
+# Index of the first lane, mask or None, number of the vector in the unrolled iteration.
+Numbered = Iterator[tuple[Any, Value | None, int]]
+# Index of the first lane, mask or None, put(value): what belongs there.
+Written = Iterator[tuple[Any, Value | None, Callable[..., None]]]
+# (index of the first lane, mask or None) -> a vector
 Vector = Callable[[Any, Value | None], Value]
 
 
@@ -33,17 +39,40 @@ def flat(tensor: Tensor) -> dict[str, Any]:
     return {"dims": dims_of(tensor), "width": tensor.width}
 
 
-def foreach_vector(k: KernelBuilder, begin: Any, end: Any, body: Body, *, unroll: int = 2) -> None:
-    """Emit body(index, mask, j) for the vectors of elements [begin, end): a loop of `unroll` unmasked vectors an iteration, of
+def vectors(k: KernelBuilder, begin: Any, end: Any, *, unroll: int = 2) -> Numbered:
+    """`for i, mask, j in vectors(...)`: the vectors of elements [begin, end): a loop of `unroll` unmasked vectors an iteration, of
     which each is number j < `unroll` (to choose an accumulator); then single vectors, j = 0, the last of them masked."""
     step = unroll * k.lanes
     begin, end = k.int(begin), k.int(end)
     full_end = begin + ((end - begin) & -step)  # step is a power of two
     with k.loop(begin, full_end, step) as i:
         for j in range(unroll):
-            body(i + j * k.lanes, None, j)
+            yield i + j * k.lanes, None, j
     with k.loop(full_end, end, k.lanes) as i:
-        body(i, k.mask_first(end - i), 0)
+        yield i, k.mask_first(end - i), 0
+
+
+def groups(k: KernelBuilder, begin: Any, end: Value, size: int) -> Iterator[tuple[Value, int]]:
+    """`for first, count in groups(...)`: [begin, end) in groups of `size`, a power of two; then what remains, one by one."""
+    full_end = begin + ((end - begin) & -size) if isinstance(begin, Value) else end & -size  # `begin` is a Value or 0
+    with k.loop(begin, full_end, size) as first:
+        yield first, size
+    with k.loop(full_end, end) as first:
+        yield first, 1
+
+
+def blocks(k: KernelBuilder, C: int, width: int) -> Iterator[tuple[Any, int]]:
+    """`for number, size in blocks(...)`: the blocks of `width` columns of a row of C; the last may have fewer columns."""
+    with k.loop(0, C // width) as number:
+        yield number, width
+    if C % width:
+        yield C // width, C % width
+
+
+def fill(k: KernelBuilder, out: Pointer, value: Any, n: int) -> None:
+    """The first `n` elements of `out`, a number of the code, become `value`."""
+    for c, mask, _ in columns(k, n):
+        out.store(value, c, mask)
 
 
 def store_all(k: KernelBuilder, out: Pointer, values: list[Value], index: Any, nontemporal: Value | None = None) -> None:
@@ -86,22 +115,28 @@ def accumulate_scalar(k: KernelBuilder, out: Pointer, index: Any, value: Value, 
     out.put(value if keep is None else value + k.select(keep, out.get(index), 0.0), index)
 
 
-def elementwise_map(k: KernelBuilder, n: Value, out: Pointer, vector: Vector, *, unroll: int = 2, mode: str = "store") -> None:
-    """out[i] = vector(i, mask) for `n` elements, stored or added (`mode`), in parallel over ranges of GRAIN elements. Results of
-    more than STREAM_BYTES are stored non-temporally."""
+def elementwise(k: KernelBuilder, n: Value, out: Pointer, *, unroll: int = 2, mode: str = "store") -> Written:
+    """`for i, mask, put in elementwise(...)`: out[i] = what is put, for `n` elements, stored or added (`mode`), in parallel over
+    ranges of GRAIN elements. Results of more than STREAM_BYTES are stored non-temporally."""
     nontemporal = n * out.itemsize > STREAM_BYTES if mode == "store" else None
     step = unroll * k.lanes
+    results: list[Value] = []
 
-    def result(i, mask):
-        return accumulate(k, out, i, mask, vector(i, mask), mode)
+    def put(i: Any, mask: Value | None, value: Value) -> None:
+        results.append(accumulate(k, out, i, mask, value, mode))
 
     with k.parallel_range(n, GRAIN) as (begin, end):
         full_end = begin + ((end - begin) & -step)
-        with k.loop(begin, full_end, step) as i:
-            store_all(k, out, [result(i + j * k.lanes, None) for j in range(unroll)], i, nontemporal)
+        with k.loop(begin, full_end, step) as first:
+            for j in range(unroll):
+                i = first + j * k.lanes
+                yield i, None, partial(put, i, None)
+            store_all(k, out, results, first, nontemporal)
+        results.clear()
         with k.loop(full_end, end, k.lanes) as i:
             mask = k.mask_first(end - i)
-            out.store(result(i, mask), i, mask)
+            yield i, mask, partial(put, i, mask)
+            out.store(results[0], i, mask)
 
 
 def new_accumulators(k: KernelBuilder, count: int) -> list[Var]:
@@ -117,25 +152,25 @@ def tree_reduce(chains: list[Var], combine: Callable[[Value, Value], Value]) -> 
     return values[0]
 
 
-def foreach_column(k: KernelBuilder, C: int, body: Body, *, unroll: int = 4, unrolled: bool = False) -> None:
-    """Emit body(column, mask, j) for the vectors of a row of C columns: a loop of `unroll` vectors an iteration, of which each is
-    number j < `unroll` (to choose an accumulator). `mask` is None but for the last vector of a row that `k.lanes` does not divide.
-    `unrolled`: no loop at all, and `column` is a Python integer, so the body may index a list of registers by it."""
+def columns(k: KernelBuilder, C: int, *, unroll: int = 4, unrolled: bool = False) -> Numbered:
+    """`for column, mask, j in columns(...)`: the vectors of a row of C columns: a loop of `unroll` vectors an iteration, of which
+    each is number j < `unroll` (to choose an accumulator). `mask` is None but for the last vector of a row that `k.lanes` does not
+    divide. `unrolled`: no loop at all, and `column` is a Python integer, so the body may index a list of registers by it."""
     if unrolled:
         for i, (c, mask) in enumerate(k.columns(C)):
-            body(c, mask, i % unroll)
+            yield c, mask, i % unroll
         return
     step = unroll * k.lanes
     full_end = C - C % step
     if full_end > step:
         with k.loop(0, full_end, step) as c:
             for j in range(unroll):
-                body(c + j * k.lanes, None, j)
+                yield c + j * k.lanes, None, j
     elif full_end:  # one iteration only: no loop is emitted
         for j in range(unroll):
-            body(j * k.lanes, None, j)
+            yield j * k.lanes, None, j
     for j, (c, mask) in enumerate(k.columns(C - full_end)):
-        body(full_end + c, mask, j)
+        yield full_end + c, mask, j
 
 
 def exceeds_caches(k: KernelBuilder, rows: Value, C: int, out: Pointer) -> Value | None:
@@ -144,23 +179,35 @@ def exceeds_caches(k: KernelBuilder, rows: Value, C: int, out: Pointer) -> Value
     return rows * (C * out.itemsize) > STREAM_BYTES if C % (ROW_UNROLL * k.lanes) == 0 else None
 
 
-def write_row(k: KernelBuilder, out: Pointer, C: int, vector: Vector, *, nontemporal: Value | None, unrolled: bool = False) -> None:
-    """out[column] = vector(column, mask) for a row of C columns, ROW_UNROLL vectors at a time, which fill a cache line also of
-    16-bit dtypes. `unrolled`: as in `foreach_column`."""
+def write_row(
+    k: KernelBuilder, out: Pointer, C: int, *, nontemporal: Value | None, mode: str = "store", unrolled: bool = False
+) -> Written:
+    """`for column, mask, put in write_row(...)`: out[column] = what is put, for a row of C columns, stored or added (`mode`),
+    ROW_UNROLL vectors at a time, which fill a cache line also of 16-bit dtypes. `unrolled`: as in `columns`."""
     step = ROW_UNROLL * k.lanes
     full_end = C - C % step
+    results: list[Value] = []
 
-    def group(c: Any) -> None:
-        store_all(k, out, [vector(c + j * k.lanes, None) for j in range(ROW_UNROLL)], c, nontemporal)
+    def put(c: Any, mask: Value | None, value: Value) -> None:
+        results.append(accumulate(k, out, c, mask, value, mode))
+
+    def group(first: Any) -> Written:
+        for j in range(ROW_UNROLL):
+            c = first + j * k.lanes
+            yield c, None, partial(put, c, None)
+        store_all(k, out, results, first, nontemporal)
+        results.clear()
 
     if unrolled or full_end <= step:
         for c in range(0, full_end, step):
-            group(c)
+            yield from group(c)
     else:
         with k.loop(0, full_end, step) as c:
-            group(c)
-    for c, mask in k.columns(C - full_end):
-        out.store(vector(full_end + c, mask), full_end + c, mask)
+            yield from group(c)
+    for first, mask in k.columns(C - full_end):
+        c = full_end + first
+        yield c, mask, partial(put, c, mask)
+        out.store(results.pop(), c, mask)
 
 
 def row_grain(C: int) -> int:
@@ -173,32 +220,37 @@ def whole_cache_lines(op: Op) -> bool:
     return all(n % 64 == 0 for t in op.outputs.values() for n in (t.first_column, t.row_stride, t.shape[-1]))
 
 
-# (column, mask or None) -> what belongs there of each result
-Vectors = Callable[[Any, Value | None], list[Value]]
-
-
-def foreach_row(
-    k: KernelBuilder, rows: Value, F: int, outs: list[tuple[Pointer, int, str]], vectors: Callable[[Value], Vectors], *,
-    lines: bool,
-) -> None:  # fmt: skip
-    """Compute several elementwise results of rows of F columns, in parallel over rows. `outs`: (pointer, row stride in elements,
-    mode) of each result. vectors(row) returns a function of (column, mask) that gives a vector of each result. Large results are
-    stored non-temporally if all rows fill cache lines (`lines`) and none is accumulated."""
+def write_rows(
+    k: KernelBuilder, rows: Value, F: int, outs: list[tuple[Pointer, int, str]], *, lines: bool
+) -> Iterator[tuple[Value, Written]]:
+    """`for row, columns in write_rows(...)`, and `for c, mask, put in columns`: put(...) is given a vector of each of several
+    elementwise results of rows of F columns, in parallel over rows. `outs`: (pointer, row stride in elements, mode) of each result.
+    Large results are stored non-temporally if all rows fill cache lines (`lines`) and none is accumulated."""
     stored = all(mode == "store" for *_, mode in outs)
     nontemporal = rows * sum(F * p.itemsize for p, *_ in outs) > STREAM_BYTES if stored and lines else None
     step = ROW_TOGETHER * k.lanes
     full_end = F - F % step
+
+    def columns(row_outs: list[Pointer]) -> Written:
+        results: list[list[Value]] = []
+
+        def put(c: Any, mask: Value | None, *values: Value) -> None:
+            triples = zip(row_outs, values, outs, strict=True)
+            results.append([accumulate(k, p, c, mask, value, mode) for p, value, (_, _, mode) in triples])
+
+        with k.loop(0, full_end, step) as first:
+            for j in range(ROW_TOGETHER):
+                c = first + j * k.lanes
+                yield c, None, partial(put, c, None)
+            for p, values in zip(row_outs, zip(*results, strict=True), strict=True):  # transposed: the vectors of one result
+                store_all(k, p, list(values), first, nontemporal)
+        results.clear()
+        for first, mask in k.columns(F - full_end):
+            c = full_end + first
+            yield c, mask, partial(put, c, mask)
+            for p, value in zip(row_outs, results.pop(), strict=True):
+                p.store(value, c, mask)
+
     with k.parallel_range(rows, row_grain(F)) as (begin, end), k.loop(begin, end) as row:
-        dst, vectors_at = [p.at(row * stride) for p, stride, _ in outs], vectors(row)
-
-        def results(c: Any, mask: Value | None) -> list[Value]:
-            triples = zip(dst, vectors_at(c, mask), outs, strict=True)
-            return [accumulate(k, p, c, mask, value, mode) for p, value, (_, _, mode) in triples]
-
-        with k.loop(0, full_end, step) as c:
-            groups = [results(c + j * k.lanes, None) for j in range(ROW_TOGETHER)]
-            for p, values in zip(dst, zip(*groups, strict=True), strict=True):  # transposed: the vectors of one result
-                store_all(k, p, list(values), c, nontemporal)
-        for c, mask in k.columns(F - full_end):
-            for p, value in zip(dst, results(full_end + c, mask), strict=True):
-                p.store(value, full_end + c, mask)
+        row_outs = [p.at(row * stride) for p, stride, _ in outs]
+        yield row, columns(row_outs)

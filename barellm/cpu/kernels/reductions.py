@@ -6,6 +6,7 @@ number of rows."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from operator import add
 from typing import Any
 
@@ -22,9 +23,6 @@ def rows_per_chunk(k: KernelBuilder, rows: Value) -> Value:
     return k.max(k.ceil_div(rows, CHUNKS), CHUNK_ROWS)
 
 
-Terms = Callable[[Value], Callable[[Any, Value | None], list[Value]]]
-
-
 @contextmanager
 def chunks_of_rows(
     k: KernelBuilder, partials: Pointer | None, rows: Value, C: int, count: int
@@ -35,23 +33,23 @@ def chunks_of_rows(
     with k.parallel_for((rows + chunk_rows - 1) // chunk_rows) as chunk:
         dst = None if partials is None else partials.at(chunk * (count * C))
         if dst is not None:
-            loops.foreach_column(k, count * C, lambda c, mask, j: dst.store(0.0, c, mask))
+            loops.fill(k, dst, 0.0, count * C)
         begin = chunk * chunk_rows
         yield dst, begin, k.min(begin + chunk_rows, rows)
 
 
-def column_sums(k: KernelBuilder, partials: Pointer, rows: Value, C: int, count: int, terms: Terms) -> None:
-    """partials (chunks, count, C) = sums over the rows of each chunk; terms(row)(c, mask) gives `count` vectors of terms at column
-    c. One row at a time: memory is then read in the order of its addresses, which saves more than it costs to load and store the
-    sums, in L1."""
+def column_sums(k: KernelBuilder, partials: Pointer, rows: Value, C: int, count: int) -> Iterator[tuple[Value, loops.Written]]:
+    """`for row, columns in column_sums(...)`, and `for c, mask, add in columns`: add(...) is given `count` vectors, the terms at
+    column c; partials (chunks, count, C) are their sums over the rows of each chunk. One row at a time: memory is then read in the
+    order of its addresses, which saves more than it costs to load and store the sums, in L1."""
     with chunks_of_rows(k, partials, rows, C, count) as (dst, begin, end), k.loop(begin, end) as row:
-        vectors = terms(row)
+        assert dst is not None
 
-        def body(c, mask, j):
-            for t, value in enumerate(vectors(c, mask)):
+        def add_terms(c: Any, mask: Value | None, *terms: Value) -> None:
+            for t, value in enumerate(terms):
                 dst.store(dst.load(t * C + c, mask) + value, t * C + c, mask)
 
-        loops.foreach_column(k, C, body)
+        yield row, ((c, mask, partial(add_terms, c, mask)) for c, mask, _ in loops.columns(k, C))
 
 
 def combine_sums(k: KernelBuilder, out, partials, *, C, stride, dims, inner, mode) -> None:
@@ -64,15 +62,12 @@ def combine_sums(k: KernelBuilder, out, partials, *, C, stride, dims, inner, mod
 def add_chunks(k: KernelBuilder, out: Pointer, partials: Pointer, chunks: Value, C: int, stride: int, mode: str) -> None:
     """out (C) = the sum over `chunks` of partials[chunk * stride + column], in order, stored or added (`mode`); columns in
     parallel."""
-
-    def body(c, mask, j):
-        total = k.var(k.to(0.0, k.vec))
-        with k.loop(0, chunks) as chunk:
-            total.value = total.value + partials.load(chunk * stride + c, mask)
-        out.store(loops.accumulate(k, out, c, mask, total.value, mode), c, mask)
-
     with k.parallel_range(C, 4 * k.lanes) as (begin, end):
-        loops.foreach_vector(k, begin, end, body, unroll=1)
+        for c, mask, _ in loops.vectors(k, begin, end, unroll=1):
+            total = k.var(k.to(0.0, k.vec))
+            with k.loop(0, chunks) as chunk:
+                total.value = total.value + partials.load(chunk * stride + c, mask)
+            out.store(loops.accumulate(k, out, c, mask, total.value, mode), c, mask)
 
 
 def lower_column_sums(
@@ -130,11 +125,10 @@ def lower_scalars(
 
 
 def bias_grad_partials(k: KernelBuilder, partials, dy, *, C, count, dims, inner) -> None:
-    def terms(row):
+    for row, columns in column_sums(k, partials, k.num_elements(dims) * inner, C, count):
         src = dy.at(row * C)
-        return lambda c, mask: [src.load(c, mask)]
-
-    column_sums(k, partials, k.num_elements(dims) * inner, C, count, terms)
+        for c, mask, add_terms in columns:
+            add_terms(src.load(c, mask))
 
 
 @lowering("bias_grad", starts="dbias")
@@ -151,12 +145,9 @@ def sum_squares(k: KernelBuilder, partials, x, n) -> None:
     """partials (ceil(n / CHUNK)) = the sum of squares of each CHUNK of x (n)."""
     with k.parallel_for((n + CHUNK - 1) // CHUNK) as chunk:
         sums = loops.new_accumulators(k, CHAINS)
-
-        def body(i, mask, j):
+        for i, mask, j in loops.vectors(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), unroll=CHAINS):
             v = x.load(i, mask)
             sums[j].value = k.fma(v, v, sums[j].value)
-
-        loops.foreach_vector(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), body, unroll=CHAINS)
         partials.put(k.sum(loops.tree_reduce(sums, add)), chunk)
 
 

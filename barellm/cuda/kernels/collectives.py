@@ -1,7 +1,5 @@
 """Collectives between GPUs. Tensors travel by NCCL (`cuda.nccl`); received gradients are added here, in rank order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import gcd
 from typing import Any
@@ -21,10 +19,7 @@ UNITS, Y, OWN, OTHERS = (constant(FIELDS.index(name)) for name in FIELDS[1:])
 
 
 @device
-def sum_over_ranks(
-    table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, RANK: tl.constexpr, COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+def sum_over_ranks(table, ENTRIES, WIDE, UNIT, RANK, COUNT, BLOCK):
     """y (n) = the sum of the gradients of COUNT ranks, in rank order: `own` (n) is that of RANK, others (COUNT - 1, n) are the
     received ones. A program does BLOCK elements of one entry of the table."""
     entry, block = find_entry(table, ENTRIES, WIDE)

@@ -1,8 +1,6 @@
 """Device functions and launches that kernels share: run-time scalars, writing an output, indices of a program's elements or
 rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import gcd
 from typing import Any
@@ -11,7 +9,7 @@ from barellm.cuda.kernel import MODES, Count, Lowering, lowering
 from barellm.cuda.lang import DeviceFunction, constant, device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.scalars import SCALARS
-from barellm.program.tensor import Tensor
+from barellm.program.tensor import Dim, Tensor
 from barellm.runtime.lowering import view_stride
 
 _AT = {name: i for i, name in enumerate(SCALARS)}
@@ -29,7 +27,7 @@ BLOCK = 1024  # elements of one program: 8 for each of 128 threads, 16 or 32 byt
 
 
 @device
-def store_or_add(to, mask, value, scalars, MODE: tl.constexpr):
+def store_or_add(to, mask, value, scalars, MODE):
     """Store `value` to the pointers `to`, or add it to what they point to, by MODE (kernel.MODES): STORE, ADD, or as the run-time
     scalar `accumulate` says ("start")."""
     if MODE == STORE:
@@ -43,13 +41,13 @@ def store_or_add(to, mask, value, scalars, MODE: tl.constexpr):
 
 
 @device
-def scalar_fp64(scalars, AT: tl.constexpr):
+def scalar_fp64(scalars, AT):
     """The run-time scalar number AT, one that is a float, as fp64."""
     return tl.load(scalars + AT).to(tl.float64, bitcast=True)
 
 
 @device
-def flat_indices(units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+def flat_indices(units, UNIT, BLOCK):
     """(indices (BLOCK,) i64 of this program's elements, mask of those below n = units * UNIT). The factor UNIT shows the compiler
     that n is a multiple of a vector: with a bare count no masked access would be wider than an element."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -57,7 +55,7 @@ def flat_indices(units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @device
-def tile_indices(rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def tile_indices(rows, C, BR, BC):
     """(rows (BR,) i64, columns (BC,), mask (BR, BC) of those below `rows` and C). Grid: blocks of rows, of columns."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -79,6 +77,12 @@ def pow2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def axis_size(t: Tensor, axis: int, times: int = 1) -> Count:
+    """A function of the run's sizes: the length of an axis of t, times a number."""
+    n = t.shape[axis]
+    return Count((n.name,), times) if isinstance(n, Dim) else Count((), int(n) * times)
+
+
 def row_strides(**tensors: Tensor) -> dict[str, int]:
     """Constants NAME_STRIDE: elements from a row of a tensor or view to the next."""
     return {f"{name.upper()}_STRIDE": t.row_stride for name, t in tensors.items()}
@@ -90,13 +94,14 @@ def view_strides(**operands: Any) -> dict[str, int | None]:
 
 
 def kernel(*op_names: str, constants: Callable[[Any], dict[str, Any]] = lambda op: {}, **takes: Any) -> Callable[..., Any]:
-    """Register a kernel that is all of the ops named, over the elements of their first output (parameter `units`) or over its rows.
-    Its other parameters are the op's (`Lowering.own`), and `constants`. `takes`: as in `lowering`."""
+    """Mark and register a kernel that is all of the ops named, over the elements of their first output (parameter `units`) or over
+    its rows. Its other parameters are the op's (`Lowering.own`), and `constants`. `takes`: as in `lowering`."""
 
-    def register(function: DeviceFunction) -> DeviceFunction:
-        walk = elementwise if "units" in function.parameters else rowwise
-        lowering(*op_names, **takes)(lambda op, c: walk(c, function, next(iter(op.outputs.values())), {}, **constants(op)))
-        return function
+    def register(function: Callable[..., Any]) -> DeviceFunction:
+        marked = device(function)
+        walk = elementwise if "units" in marked.parameters else rowwise
+        lowering(*op_names, **takes)(lambda op, c: walk(c, marked, next(iter(op.outputs.values())), {}, **constants(op)))
+        return marked
 
     return register
 

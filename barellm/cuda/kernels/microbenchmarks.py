@@ -1,13 +1,11 @@
 """Microbenchmarks of the roofline: peak FLOP/s and bandwidth (the result depends on every operation, and nobody reads it). And a
 comparison of two ranges of memory."""
 
-from __future__ import annotations
-
 from barellm.cuda.lang import device, tl
 
 
 @device
-def peak(out, a, b, iterations, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr):
+def peak(out, a, b, iterations, ROWS, COLS, DEPTH):
     """Peak FLOP/s: each thread block does the same matmul a (ROWS, DEPTH) b (DEPTH, COLS) `iterations` times, from shared memory
     and registers. out (blocks): a number that depends on all of them."""
     m, n, k = tl.arange(0, ROWS), tl.arange(0, COLS), tl.arange(0, DEPTH)
@@ -20,7 +18,7 @@ def peak(out, a, b, iterations, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: t
 
 
 @device
-def move(a, b, c, n, READ: tl.constexpr, WRITE: tl.constexpr, UPDATE: tl.constexpr, BLOCK: tl.constexpr):
+def move(a, b, c, n, READ, WRITE, UPDATE, BLOCK):
     """Bandwidth: reads READ streams of n floats of a, writes WRITE of them to b, updates UPDATE of them in c, each of which depends
     on all reads. n is a multiple of BLOCK."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -37,7 +35,7 @@ def move(a, b, c, n, READ: tl.constexpr, WRITE: tl.constexpr, UPDATE: tl.constex
 
 
 @device
-def differences(found, a, b, n, blocks, BLOCK: tl.constexpr):
+def differences(found, a, b, n, blocks, BLOCK):
     """found (programs): how many of the numbers a (n) and b (n) differ, of the `blocks` times BLOCK that each program compares."""
     i = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.int32)

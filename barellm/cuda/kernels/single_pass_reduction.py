@@ -5,8 +5,6 @@ Each program stores its partial sum, then increments the counter. The program th
 order, so the bits do not depend on which one it is. It also resets the counter to zero for the next launch. It pays where the
 partial sums are few, because one program adds them while the other multiprocessors are idle."""
 
-from __future__ import annotations
-
 from barellm.cuda.kernels.common import store_or_add
 from barellm.cuda.lang import device, tl
 
@@ -26,7 +24,7 @@ def is_last_program(counter):
 
 
 @device
-def store_total(out, partials, n, scalars, BLOCK: tl.constexpr, MODE: tl.constexpr):
+def store_total(out, partials, n, scalars, BLOCK, MODE):
     """out (1) = the sum of partials (n), in order, stored or added as MODE says. For the last program of a launch. A vector of two,
     one of them masked, since store_or_add takes vectors."""
     total = tl.zeros((BLOCK,), tl.float32)

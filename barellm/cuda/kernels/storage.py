@@ -4,8 +4,6 @@ A weight is one array, or two planes p and lo (`program.dtypes`): the bits (hi <
 and "bf16_u16", whose lo is unsigned (hi is truncated), or the nearest fp16 and the fp32 weight of "fp16_fp32". FORMAT: one of
 these, None for one array. A moment is one array, or the 16-bit codes of `program.moments`: fp32 with fewer bits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernels.optim.multi_tensor import aligned_pointer, column
@@ -43,14 +41,14 @@ def weight_constants(t: Tensor) -> dict[str, Any]:
 
 
 @device
-def weight_pointer(table, entry, PARAM: tl.constexpr, ENTRIES: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr):
+def weight_pointer(table, entry, PARAM, ENTRIES, UNIT, FORMAT):
     """Load from the table a pointer to a weight's first plane, or fp32 array; UNIT divides its number of elements."""
     ONE: tl.constexpr = tl.float32 if FORMAT is None else tl.float16 if FORMAT == "fp16_fp32" else tl.int16
     return aligned_pointer(table, entry, PARAM, ENTRIES, ONE, UNIT)
 
 
 @device
-def lo_pointer(table, entry, LO: tl.constexpr, ENTRIES: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr):
+def lo_pointer(table, entry, LO, ENTRIES, UNIT, FORMAT):
     """Load from the table a pointer to a weight's second plane. Of "fp16_fp32" it begins after as many fp16, of half the size."""
     TWO: tl.constexpr = tl.float32 if FORMAT == "fp16_fp32" else tl.uint16 if FORMAT == "bf16_u16" else tl.int16
     MULTIPLE: tl.constexpr = UNIT if FORMAT != "fp16_fp32" or UNIT == 1 else UNIT // 2
@@ -102,7 +100,7 @@ def moment_operand(t: Tensor) -> Any:
 
 
 @device
-def load_moment(p, i, mask, MANTISSA: tl.constexpr, SIGNED: tl.constexpr):
+def load_moment(p, i, mask, MANTISSA, SIGNED):
     """fp32 values of a moment's elements i; zero off the mask. Codes are the upper bits of fp32 with another exponent bias."""
     if MANTISSA is None:
         return tl.load(p + i, mask=mask, other=0.0)
@@ -116,7 +114,7 @@ def load_moment(p, i, mask, MANTISSA: tl.constexpr, SIGNED: tl.constexpr):
 
 
 @device
-def store_moment(p, i, mask, value, dither, MANTISSA: tl.constexpr, SIGNED: tl.constexpr):
+def store_moment(p, i, mask, value, dither, MANTISSA, SIGNED):
     """Store fp32 values as a moment's elements i, encoded as `moments.encode` does. `dither`: int32 below 2^(23 - MANTISSA) for
     stochastic rounding, None for the nearest. LEAST, MOST: bits of the smallest and the largest number of the format."""
     if MANTISSA is None:

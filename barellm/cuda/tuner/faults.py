@@ -11,10 +11,9 @@ from barellm.cuda.lang import device, tl
 
 @device
 def faulty(
-    out, pre, a, b, bias, other, scalars, M, N, K, k_per_split, FAULT: tl.constexpr,
-    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SUBTILES: tl.constexpr, TF32: tl.constexpr,
-    A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
+    out, pre, a, b, bias, other, scalars, M: tl.int32, N: tl.int32, K: tl.int32, k_per_split,
+    FAULT, A_TRANSPOSED, B_TRANSPOSED, EVEN_K, EPILOGUE, MODE, BM, BN, BK, GROUP, SUBTILES, TF32, A_STRIDE, B_STRIDE, OUT_STRIDE,
+    PRE_STRIDE, OTHER_STRIDE,
 ):  # fmt: skip
     """The right GEMM, but "wrong_values" adds 1 to the result's first element, "writes_beyond" to an operand's, "hangs" never
     ends."""

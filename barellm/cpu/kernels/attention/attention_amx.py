@@ -4,7 +4,7 @@ Blocks as in attention_microkernels.py. A tile of scores has 32 keys, so that on
 beyond the last key it is zero. Out-of-order execution overlaps AMX and the vector units: while TMUL multiplies one tile, the
 exponentials of the one before run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Pointer, Value
@@ -18,18 +18,18 @@ def round_to_tiles(k: KernelBuilder, g: Geometry, num_keys: Value) -> Value:
     return round_up(k, num_keys, g.rows) if g.tiles else num_keys
 
 
-def for_each_row_pair(
-    k: KernelBuilder, g: Geometry, partly_masked: Value, make_mask: Callable[[], LaneMask],
-    body: Callable[[Value, LaneMask | None], None],
-) -> None:  # fmt: skip
-    """Emit body(first row, mask) for each row pair of a tile. The mask is None in the loop for tiles that all queries see entirely;
-    a tile that is `partly_masked` (i1, at run time) takes a second loop, whose mask is that of make_mask()."""
+def row_pairs(
+    k: KernelBuilder, g: Geometry, partly_masked: Value, make_mask: Callable[[], LaneMask]
+) -> Iterator[tuple[Value, LaneMask | None]]:
+    """(first row, mask) of each row pair of a tile: a loop as those of loops.py, emitted twice. The mask is None in the loop for
+    tiles that all queries see entirely; a tile that is `partly_masked` (i1, at run time) takes the other, whose mask is that of
+    make_mask()."""
     with k.when(partly_masked):
         is_visible = make_mask()
         with k.loop(0, g.rows, ROW_PAIR) as r:
-            body(r, is_visible)
+            yield r, is_visible
     with k.otherwise(partly_masked), k.loop(0, g.rows, ROW_PAIR) as r:
-        body(r, None)
+        yield r, None
 
 
 def score_key_block_amx(
@@ -43,9 +43,7 @@ def score_key_block_amx(
     with k.loop(begin, num_keys, g.rows) as j:
         target = s["p"].at(j * g.queries)
         score_tile_amx(k, g, s["k"], j, transposed, target)
-
-        def mask_row_pair(r: Value, is_visible: LaneMask | None, target: Pointer = target) -> None:
-            """Cap and mask rows r and r + 1 of the tile in place, and update each query's maximum."""
+        for r, is_visible in row_pairs(k, g, *tile_mask(j)):
             for v in range(g.vectors):
                 best = top[v].value
                 for i in range(ROW_PAIR):
@@ -58,6 +56,4 @@ def score_key_block_amx(
                         target.store(x, offset)
                     best = k.max(x, best)
                 top[v].value = best
-
-        for_each_row_pair(k, g, *tile_mask(j), mask_row_pair)
     return [t.value for t in top]

@@ -173,9 +173,8 @@ class BackwardHead:
         with k.loop(begin, num_keys, g.rows) as j:
             micro.score_tile_amx(k, g, s["k_rows"], j, s["q_transposed"], s["p_tile"])
             micro.score_tile_amx(k, g, s["v_rows"], j, s["do_transposed"], s["dp_tile"])
-
-            def row_pair(r: Value, is_visible: micro.LaneMask | None, j: Value = j) -> None:
-                """P and dS of keys j + r and j + r + 1, rows r and r + 1 of the tiles; is_visible: the mask, None: all visible."""
+            # P and dS of keys j + r and j + r + 1, rows r and r + 1 of the tiles.
+            for r, is_visible in attention_amx.row_pairs(k, g, *self.tile_mask(j0 + j, t, key_bounds)):
                 ds: list[list[Value]] = []
                 for i in (r, r + 1):
                     row_offset = i * g.queries
@@ -199,8 +198,6 @@ class BackwardHead:
                 for v in range(g.vectors):
                     vnni = micro.pack_units(k, g, ds[0][v], ds[1][v])
                     s["ds_vnni"].store(vnni, ((j + r) >> 1) * g.queries + v * g.lanes)
-
-            attention_amx.for_each_row_pair(k, g, *self.tile_mask(j0 + j, t, key_bounds), row_pair)
 
     def _probability_tile(self, j: Value, key: Value, t: Value, shift: list[Value], key_bounds: micro.KeyBounds | None) -> None:
         """s["p_tile"] [g.rows][g.queries] = P of the tile from packed row j on, whose first key is `key`; 0 where masked. With a

@@ -8,8 +8,6 @@ time), and channels those of the result.
 `g`: geometry of tiles, `s`: blocks in scratch by name, `j0`: first key of a block, `j`: a key's index in it
 (attention_microkernels.py)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -9,6 +9,7 @@ is skipped by vectors of queries and tiles of keys.
 
 Each element is the same chain of the same operations, and only zeros are left out: the bits are those of blocked attention."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from math import e, log2
 from typing import Any
@@ -121,15 +122,15 @@ def gemm_rows(
         store_rows(k, g, tile, dst, first, c, count, factors)
 
 
-def for_each_causal_tile(k: KernelBuilder, g: micro.Geometry, t: Value, tile: Any) -> None:
-    """Call tile(first key, rows, first vector, needs_mask) for all keys that the group of g.queries queries (two vectors) from t on
-    sees. A tile has both vectors and g.rows keys, or only the second vector and twice as many keys; `needs_mask`: its first vector
-    has queries before its last key."""
+def causal_tiles(k: KernelBuilder, g: micro.Geometry, t: Value) -> Iterator[tuple[Value, int, int, bool]]:
+    """(first key, rows, first vector, needs_mask) of the tiles of all keys that the group of g.queries queries (two vectors) from t
+    on sees: a loop as those of loops.py. A tile has both vectors and g.rows keys, or only the second vector and twice as many keys;
+    `needs_mask`: its first vector has queries before its last key."""
     with k.loop(0, t, g.rows) as j:
-        tile(j, g.rows, 0, False)
+        yield j, g.rows, 0, False
     with k.loop(t, t + g.lanes, g.rows) as j:
-        tile(j, g.rows, 0, True)
-    tile(t + g.lanes, 2 * g.rows, 1, True)
+        yield j, g.rows, 0, True
+    yield t + g.lanes, 2 * g.rows, 1, True
 
 
 def earlier(k: KernelBuilder, g: micro.Geometry, x: Value, key: Value, query: Value, masked: float) -> Value:
@@ -169,9 +170,7 @@ def single_block_scores(k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointe
     """s["scores"] (keys, g.queries) = K Q^T of the group of queries from t on, -infinity where the key is later. Returns each
     query's largest score, g.vectors vectors."""
     top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
-
-    def tile(j: Value, rows: int, first: int, needs_mask: bool) -> None:
-        """Compute and store the scores of `rows` keys from j on x the queries of the vectors from `first` on, and update `top`."""
+    for j, rows, first, needs_mask in causal_tiles(k, g, t):  # `rows` keys from j on x the queries of the vectors from `first` on
         right = micro.Right(s["q_transposed"].at(t + first * g.lanes), MAX_SEQ)
         left = micro.Left(s["k_rows"].at(j * g.row_units), g.row_units, 1)
         scores = micro.micro_kernel(k, g, left, right, g.d_steps, rows=rows, vectors=g.vectors - first)
@@ -185,8 +184,6 @@ def single_block_scores(k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointe
                 target.store(x, r * g.queries + v * g.lanes)
                 best = k.max(x, best)
             top[v].value = best
-
-    for_each_causal_tile(k, g, t, tile)
     return [x.value for x in top]
 
 
@@ -268,9 +265,7 @@ def attention_backward_single_block(
 def single_block_gradients(k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], t: Value, softmax_scale_log2: float) -> None:
     """P = exp(S - lse) and dS = P (dP - delta) of the group of queries from t on: s["p"], s["ds"] packed as units along the
     queries, s["ds_vnni"] = dS as units along the keys. S = K Q^T and dP = V dO^T, both transposed."""
-
-    def tile(j: Value, rows: int, first: int, needs_mask: bool) -> None:
-        """Compute `rows` keys from j on x the queries of the vectors from `first` on, which begin at query `first_query`."""
+    for j, rows, first, needs_mask in causal_tiles(k, g, t):  # `rows` keys from j on x the queries of the vectors from `first` on
         lanes = range(first, g.vectors)
         shape = {"rows": rows, "vectors": len(lanes)}
         first_query = t + first * g.lanes
@@ -300,5 +295,3 @@ def single_block_gradients(k: KernelBuilder, g: micro.Geometry, s: dict[str, Poi
                 micro.store_units(k, g, s["ds"].at(unit), ds[-1])
             for n, (even, odd) in enumerate(zip(*ds, strict=True)):
                 s["ds_vnni"].store(micro.pack_units(k, g, even, odd), ((j + r) >> 1) * MAX_SEQ + first_query + n * g.lanes)
-
-    for_each_causal_tile(k, g, t, tile)

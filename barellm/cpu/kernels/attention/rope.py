@@ -58,9 +58,5 @@ def rope(k: KernelBuilder, y, x, cos, sin, positions, *, batch, seq, W, half, he
                     for start, value in zip((0, half), rotate(first, c, mask), strict=True):
                         dst.store(value, first + (start + c), mask)
 
-        rest = dst.at(rotated)
-
-        def copied(c: Any, mask: Value | None) -> Value:
-            return accumulate(k, rest, c, mask, src.load(c + rotated, mask), mode_y)
-
-        write_row(k, rest, W - rotated, copied, nontemporal=nontemporal)
+        for c, mask, put in write_row(k, dst.at(rotated), W - rotated, nontemporal=nontemporal, mode=mode_y):
+            put(src.load(c + rotated, mask))

@@ -11,9 +11,8 @@ batched GEMM (winograd.py): plane 3 f + i is operand i of frequency f. Lanes are
 one number of each lane. `half(F)` = F / 2 + 1 columns of frequencies are kept; frequency (row i, column j) has number i half(F) +
 j."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import cos, pi, sin
-from typing import Any
 
 from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.conv import conv_tiled
@@ -83,9 +82,9 @@ def store_half(k: KernelBuilder, dst: Pointer, row: list[Value]) -> None:
         dst.store(im if im is not None else 0.0, (2 * f + 1) * k.lanes)
 
 
-def for_each_frequency(k: KernelBuilder, rows: Pointer, F: int, body: Any, count: int) -> None:
-    """The second half of a 2-D transform: body(frequency, re, im) for each output of the forward transforms of the columns of
-    `rows` (F, F / 2 + 1, re and im), whose rows behind the first `count` are zero and not in memory."""
+def frequencies(k: KernelBuilder, rows: Pointer, F: int, count: int) -> Iterator[tuple[Value, Value, Value]]:
+    """The second half of a 2-D transform: (frequency, re, im) of each output of the forward transforms of the columns of `rows` (F,
+    F / 2 + 1, re and im), whose rows behind the first `count` are zero and not in memory. A loop as those of loops.py."""
     pitch, zero = 2 * half(F) * k.lanes, k.to(0.0, k.vec)
     with k.loop(0, half(F)) as column:
         at = rows.at(column * (2 * k.lanes))
@@ -93,7 +92,7 @@ def for_each_frequency(k: KernelBuilder, rows: Pointer, F: int, body: Any, count
         x += [(zero, zero)] * (F - count)
         for i, (re, im) in enumerate(fft(k, x, -1)):
             assert im is not None
-            body(column + i * half(F), re, im)
+            yield column + i * half(F), re, im
 
 
 def fft_filters(
@@ -115,12 +114,9 @@ def fft_filters(
             row = [_lanes(k, src.at(t), step, depth, first) for t in taps[r]] + [zero] * (F - S)
             store_half(k, buffer.at(r * pitch), row)
         dst = u.at(line * depth + first)
-
-        def store_planes(frequency: Value, re: Value, im: Value, dst=dst, mask=mask) -> None:
+        for frequency, re, im in frequencies(k, buffer, F, R):
             for plane, v in enumerate((re, -im - re, re - im)):
                 dst.at((frequency * 3 + plane) * size).store(v, 0, mask)
-
-        for_each_frequency(k, buffer, F, store_planes, R)
 
 
 def _lanes(k: KernelBuilder, p: Pointer, step: int, depth: int, first: Value) -> Value:
@@ -150,12 +146,9 @@ def fft_input(
         with k.loop(0, n) as i:
             row = [at.load((i * n + j) * r.panel.pitch) for j in range(n)] + [k.to(0.0, k.vec)] * (F - n)
             store_half(k, buffer.at(i * (2 * half(F) * k.lanes)), row)
-
-        def store_planes(frequency: Value, re: Value, im: Value, dst=dst) -> None:
+        for frequency, re, im in frequencies(k, buffer, F, n):
             for plane, value in enumerate((re, -im - re, re - im) if filters else (re + im, re, im)):
                 dst.at((frequency * 3 + plane) * (C * tile_n)).store(value)
-
-        for_each_frequency(k, buffer, F, store_planes, n)
 
 
 def fft_gemm(

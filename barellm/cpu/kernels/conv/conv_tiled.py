@@ -203,9 +203,8 @@ def tiled_wgrad_gemm(
         position, group = rest % positions, rest // positions
         row1, column1 = k.min(row0 + MC, rows), k.min(column0 + NC, columns)
         plane = group * positions + position
-
-        def micro_kernel(row: Value, column: Value, num_rows: int, num_columns: int) -> None:
-            """The elements of products from (row, column) on, num_rows x num_columns: lanes are tiles, added at the end."""
+        for row, column, num_rows, num_columns in conv_wgrad.register_tiles(k, (row0, row1), (column0, column1)):
+            # Lanes are tiles, added at the end.
             acc = [[k.var_vec(0.0) for _ in range(num_columns)] for _ in range(num_rows)]
             with k.loop(0, blocks) as block:
                 at = block * (groups * positions) + plane
@@ -217,8 +216,6 @@ def tiled_wgrad_gemm(
                 for c, var in enumerate(line):
                     dst = products.at(((position * groups + group) * rows + row + r) * columns + column + c)
                     dst.put(k.select(add_previous, dst.get(), 0.0) + k.sum(var.value))
-
-        conv_wgrad.for_each_tile(k, (row0, row1), (column0, column1), micro_kernel)
 
 
 def append_input_transform(

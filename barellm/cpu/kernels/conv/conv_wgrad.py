@@ -8,10 +8,9 @@ some lines at a time: it packs dy and the im2col panel of these lines, then runs
 
 Names: a `row` is an output channel of the group; a `depth` d is (channel, filter row, filter column), an element of a filter."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value, Var
@@ -62,19 +61,19 @@ def tile_shape(isa: ISA) -> tuple[int, int]:
     return TILES[isa.registers] if isa.fma else (2, 4)
 
 
-def for_each_tile(
-    k: KernelBuilder, rows: tuple[Any, Value], columns: tuple[Any, Value], micro_kernel: Callable[[Value, Value, int, int], None]
-) -> None:
-    """micro_kernel(first row, first column, rows, columns) for the register tiles of [rows) x [columns): whole ones, then the rows
-    and columns that remain, one by one."""
+def register_tiles(
+    k: KernelBuilder, rows: tuple[Any, Value], columns: tuple[Any, Value]
+) -> Iterator[tuple[Value, Value, int, int]]:
+    """(first row, first column, rows, columns) of the register tiles of [rows) x [columns): whole ones, then the rows and columns
+    that remain, one by one. A loop as those of loops.py."""
     (row0, row1), (column0, column1), (tile_m, tile_n) = rows, columns, tile_shape(k.isa)
     full_rows, full_columns = row1 - (row1 - row0) % tile_m, column1 - (column1 - column0) % tile_n
     for begin, end, step in ((column0, full_columns, tile_n), (full_columns, column1, 1)):
         with k.loop(begin, end, step) as column:
             with k.loop(row0, full_rows, tile_m) as row:
-                micro_kernel(row, column, tile_m, step)
+                yield row, column, tile_m, step
             with k.loop(full_rows, row1) as row:
-                micro_kernel(row, column, 1, step)
+                yield row, column, 1, step
 
 
 def multiply_lanes(k: KernelBuilder, acc: list[list[Var]], left: list[Value], right: Iterable[Value]) -> None:
@@ -125,7 +124,8 @@ class WeightGradient:
                 self.panel.seek(self.group, line, lines, column)
                 self.panel.pack(self.channel, last, pixels=pixels)
                 self._pack_dy(line, lines, column, columns, pixels)
-                for_each_tile(k, (0, self.num_rows), (0, self.num_depths), partial(self._micro_kernel, pixels))
+                for tile in register_tiles(k, (0, self.num_rows), (0, self.num_depths)):
+                    self._micro_kernel(pixels, *tile)
             self._store()
 
     def _pack_dy(self, line: Value, lines: Value, column: Any, columns: Any, pixels: Value) -> None:

@@ -10,7 +10,7 @@ from barellm.cpu.kernels.conv.conv_filter_packing import FilterPacking, pack_fil
 from barellm.cpu.kernels.conv.conv_implicit_gemm import OutputMap
 from barellm.cpu.kernels.conv.conv_tiled import append_tiled, append_tiled_wgrad
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Images
-from barellm.cpu.kernels.loops import accumulate_scalar, elementwise_map
+from barellm.cpu.kernels.loops import accumulate_scalar, elementwise
 from barellm.program.ops.convolution import Conv2d, Conv2dDw, Conv2dDx, phases, pixels
 from barellm.program.tensor import Dim, Tensor
 
@@ -74,7 +74,8 @@ def packed_filters(
 
 def filters_to_fp32(k: KernelBuilder, y, x, *, width: int) -> None:
     """Filters as fp32."""
-    elementwise_map(k, k.int(width), y, x.load)
+    for i, mask, put in elementwise(k, k.int(width), y):
+        put(x.load(i, mask))
 
 
 def filters_of(c: Lowering, w: Tensor) -> Any:

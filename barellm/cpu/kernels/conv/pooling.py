@@ -4,8 +4,8 @@ from math import prod
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import Op, Tensor, Value, dims_of, kernel
-from barellm.cpu.kernels.loops import accumulate, accumulate_scalar, foreach_column, new_accumulators, row_grain, tree_reduce
+from barellm.cpu.kernel import Op, Tensor, dims_of, kernel
+from barellm.cpu.kernels.loops import accumulate, accumulate_scalar, columns, new_accumulators, row_grain, tree_reduce
 
 
 def _constants(op: Op) -> dict[str, Any]:
@@ -19,11 +19,8 @@ def _constants(op: Op) -> dict[str, Any]:
 def mean_pixels(k, y, x, *, dims, planes, pixels, mode_y) -> None:
     with k.parallel_range(k.num_elements(dims, planes), row_grain(pixels)) as (begin, end), k.loop(begin, end) as plane:
         chains = new_accumulators(k, 4)
-
-        def body(i: Any, mask: Value | None, j: int, plane=plane) -> None:
+        for i, mask, j in columns(k, pixels):
             chains[j].value = chains[j].value + x.at(plane * pixels).load(i, mask)
-
-        foreach_column(k, pixels, body)
         accumulate_scalar(k, y, plane, k.sum(tree_reduce(chains, add)) / float(pixels), mode_y)
 
 
@@ -31,4 +28,5 @@ def mean_pixels(k, y, x, *, dims, planes, pixels, mode_y) -> None:
 def mean_pixels_backward(k, dx, dy, *, dims, planes, pixels, mode_dx) -> None:
     with k.parallel_range(k.num_elements(dims, planes), row_grain(pixels)) as (begin, end), k.loop(begin, end) as plane:
         v, dst = k.splat(dy.get(plane) * (1.0 / pixels)), dx.at(plane * pixels)
-        foreach_column(k, pixels, lambda i, mask, j: dst.store(accumulate(k, dst, i, mask, v, mode_dx), i, mask))
+        for i, mask, _ in columns(k, pixels):
+            dst.store(accumulate(k, dst, i, mask, v, mode_dx), i, mask)

@@ -2,7 +2,7 @@
 slots), all i32."""
 
 from barellm.cpu.kernel import KernelBuilder, kernel
-from barellm.cpu.kernels.loops import GRAIN, foreach_vector
+from barellm.cpu.kernels.loops import GRAIN, vectors
 from barellm.program.ops.documents import HASH
 
 INTEGERS = dict.fromkeys(("tokens", "ids", "cu_seqlens", "starts"), "i32")
@@ -22,12 +22,10 @@ def bigram_ids(k: KernelBuilder, ids, tokens, *, buckets, reserved) -> None:
         rest = (token_hash ^ before_hash) % modulus  # srem: it has the sign of the dividend
         ids.store(k.select(rest < 0, rest + modulus, rest), i, mask)
 
-    def body(i, mask, j):
-        store_hash(i, mask, tokens.load(i - 1, mask))
-
     with k.parallel_range(k.scalar("batch") * seq, GRAIN) as (begin, end):
         # The very first token has none before it in memory.
-        foreach_vector(k, k.max(begin, 1), end, body)
+        for i, mask, _ in vectors(k, k.max(begin, 1), end):
+            store_hash(i, mask, tokens.load(i - 1, mask))
         if reserved:  # in a row of one token this is overwritten below
             second = (begin + seq - 2) // seq * seq + 1
             with k.loop(second, end, seq) as i:
@@ -60,7 +58,8 @@ def document_starts(k: KernelBuilder, starts, cu_seqlens, *, slots) -> None:
             with k.when(following < slots):
                 stop.value = k.min(end, src.get(following))
             start = k.splat(src.get(slot.value))
-            foreach_vector(k, position.value, stop.value, lambda i, mask, j, start=start: dst.store(start, i, mask))
+            for i, mask, _ in vectors(k, position.value, stop.value):
+                dst.store(start, i, mask)
             position.value = k.max(position.value, stop.value)
             slot.value = following
 
@@ -78,4 +77,5 @@ def cu_seqlens(k: KernelBuilder, cu_seqlens, tokens, *, separator, slots) -> Non
             dst.put(t, slot.value)
             slot.value = slot.value + 1
         length = k.splat(seq)
-        foreach_vector(k, slot.value, k.int(slots), lambda i, mask, j: dst.store(length, i, mask))
+        for i, mask, _ in vectors(k, slot.value, k.int(slots)):
+            dst.store(length, i, mask)

@@ -21,16 +21,13 @@ def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, positions, 
     with k.parallel_range(rows, loops.row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         src, at = tokens.get(row) * C, None if pos is None else (pos + row % seq) * C
         at = positions.get(row) * C if positions is not None else at
-
-        def vector(c, mask, src=src, at=at):
-            token = token_rows.load(src + c, mask)
-            return token if wpe is None else token + position_rows.load(at + c, mask)
-
         following = tokens.get(k.min(row + PREFETCH_ROWS, rows - 1)) * C
         for table in (wte,) if wte_lo is None else (wte, wte_lo):
             with k.loop(0, C, loops.LINE // table.itemsize) as c:
                 k.prefetch(table.at(following + c), near=False)
-        loops.write_row(k, y.at(row * C), C, vector, nontemporal=nontemporal)
+        for c, mask, put in loops.write_row(k, y.at(row * C), C, nontemporal=nontemporal):
+            token = token_rows.load(src + c, mask)
+            put(token if wpe is None else token + position_rows.load(at + c, mask))
 
 
 @lowering("embedding", also={"tokens": "i32", "positions": "i32", "wte": PLANES, "wpe": PLANES})
@@ -44,7 +41,8 @@ def clear(k: KernelBuilder, out, *, size, mode) -> None:
     """Clear out (size), unless this run accumulates (`mode`)."""
     keep = k.keep(mode)
     n = k.int(size) if keep is None else k.select(keep, 0, k.int(size))
-    loops.elementwise_map(k, n, out, lambda i, mask: k.to(0.0, k.vec))
+    for _, _, put in loops.elementwise(k, n, out):
+        put(k.to(0.0, k.vec))
 
 
 def sort_by_id(
@@ -106,31 +104,20 @@ def add_token_rows(k: KernelBuilder, dweight, tokens, dy, *, C, V) -> None:
         high = k.min(low + ids_per_item, V)
         ends, sorted_rows = sort_by_id(k, tokens, rows, low, high, ids_per_item=ids_per_item)
         last = ends.get(high - low - 1) - 1
-
-        def add_rows(dst: Pointer, i: Value, count: int) -> None:
-            """dst (C) += the rows of dy at entries [i, i + count) of the sorted list, and prefetch the rows that follow."""
-            src = [dy.at(sorted_rows.get(i + t) * C) for t in range(count)]
-            following = [sorted_rows.get(k.min(i + t + UNROLL, last)) for t in range(count)]
-            prefetched = [dweight.at(tokens.get(following[0]) * C), *(dy.at(row * C) for row in following)]
-
-            def add(c, mask, j):
-                total = dst.load(c, mask)
-                for p in src:
-                    total = total + p.load(c, mask)
-                dst.store(total, c, mask)
-                for p in prefetched:
-                    k.prefetch(p.at(c), near=False)
-
-            loops.foreach_column(k, C, add, unroll=2)
-
         begin = k.var(k.int(0))
         with k.loop(0, high - low) as i:
             dst, first, end = dweight.at((low + i) * C), begin.value, ends.get(i)
-            full = first + ((end - first) & -UNROLL)
-            with k.loop(first, full, UNROLL) as entry:
-                add_rows(dst, entry, UNROLL)
-            with k.loop(full, end) as entry:
-                add_rows(dst, entry, 1)
+            for entry, count in loops.groups(k, first, end, UNROLL):
+                src = [dy.at(sorted_rows.get(entry + t) * C) for t in range(count)]
+                following = [sorted_rows.get(k.min(entry + t + UNROLL, last)) for t in range(count)]
+                prefetched = [dweight.at(tokens.get(following[0]) * C), *(dy.at(row * C) for row in following)]
+                for c, mask, _ in loops.columns(k, C, unroll=2):
+                    total = dst.load(c, mask)
+                    for p in src:
+                        total = total + p.load(c, mask)
+                    dst.store(total, c, mask)
+                    for p in prefetched:
+                        k.prefetch(p.at(c), near=False)
             begin.value = end
 
 
@@ -149,33 +136,20 @@ def embedding_dwpe(k: KernelBuilder, dweight, dy, *, C, positions, mode_dweight)
     positions whose sums stay in L2, so that memory is read in runs of GROUP_BYTES bytes, of UNROLL samples at a time."""
     batch, seq = k.scalar("batch"), k.scalar("seq")
     sums = k.thread_scratch()
-
-    def add_samples(first: Value, count: int, begin: Value, size: Value) -> None:
-        """sums += `size` elements, from position `begin` on, of each of the samples [first, first + count)."""
-        src = [dy.at(((first + b) * seq + begin) * C) for b in range(count)]
-
-        def body(i, mask, j):
-            total = sums.load(i, mask)
-            for p in src:
-                total = total + p.load(i, mask)
-            sums.store(total, i, mask)
-
-        loops.foreach_vector(k, 0, size, body, unroll=4)
-
     with k.parallel_range(positions, _positions_per_group(C, positions)) as (begin, end):
         n, inside = (end - begin) * C, k.max(k.min(end, seq) - begin, 0) * C
-        loops.foreach_vector(k, 0, n, lambda i, mask, j: sums.store(0.0, i, mask))
-        full = batch & -UNROLL
-        with k.loop(0, full, UNROLL) as b:
-            add_samples(b, UNROLL, begin, inside)
-        with k.loop(full, batch) as b:
-            add_samples(b, 1, begin, inside)
+        for i, mask, _ in loops.vectors(k, 0, n):
+            sums.store(0.0, i, mask)
+        for first, count in loops.groups(k, 0, batch, UNROLL):
+            src = [dy.at(((first + b) * seq + begin) * C) for b in range(count)]
+            for i, mask, _ in loops.vectors(k, 0, inside, unroll=4):
+                total = sums.load(i, mask)
+                for p in src:
+                    total = total + p.load(i, mask)
+                sums.store(total, i, mask)
         dst = dweight.at(begin * C)
-
-        def store_sums(i, mask, j):
+        for i, mask, _ in loops.vectors(k, 0, n):
             dst.store(loops.accumulate(k, dst, i, mask, sums.load(i, mask), mode_dweight), i, mask)
-
-        loops.foreach_vector(k, 0, n, store_sums)
 
 
 def _positions_per_group(C: int, positions: int) -> int:

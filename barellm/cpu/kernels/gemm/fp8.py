@@ -7,7 +7,7 @@ from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Tensor, Value, kernel, lowering
 from barellm.cpu.kernels.gemm import amx, gemm, linear, packing, weight_gradient
-from barellm.cpu.kernels.loops import elementwise_map, flat, shape_of
+from barellm.cpu.kernels.loops import elementwise, flat, shape_of
 from barellm.cpu.kernels.loss.cross_entropy import ALL_ROWS
 from barellm.cpu.kernels.pointwise.elementwise import cast
 from barellm.cpu.tuning import select_config
@@ -21,7 +21,8 @@ def quantise(k: KernelBuilder, y, x, scale, *, per_target, dims, width) -> None:
     if per_target:
         divisor = divisor * k.to(k.scalar("inv_targets"), "float")
     divisor = k.splat(divisor)
-    elementwise_map(k, k.num_elements(dims) * width, y, lambda i, mask: x.load(i, mask) / divisor, unroll=4)
+    for i, mask, put in elementwise(k, k.num_elements(dims) * width, y, unroll=4):
+        put(x.load(i, mask) / divisor)
 
 
 def dequantization_factor(k: KernelBuilder, one: Pointer, other: Pointer, *, per_target: bool) -> Value:

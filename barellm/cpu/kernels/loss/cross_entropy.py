@@ -8,7 +8,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Tensor, Value, lowering, part
-from barellm.cpu.kernels.loops import Vector, foreach_column, foreach_vector, new_accumulators, row_grain, shape_of, tree_reduce
+from barellm.cpu.kernels.loops import Vector, columns, fill, new_accumulators, row_grain, shape_of, tree_reduce, vectors
 from barellm.cpu.kernels.loss.loss_scale import scale_of
 from barellm.cpu.lang.vector import exp, ln
 
@@ -24,24 +24,18 @@ def num_rows(k: KernelBuilder, dims, inner, row_begin: Value, row_limit: Value) 
 def highest(k: KernelBuilder, logits: Pointer, valid: int) -> Value:
     """The maximum of the first `valid` elements of a row, as a float, by CHAINS independent running maxima."""
     maxima = [k.var(k.to(float("-inf"), k.vec)) for _ in range(CHAINS)]
-
-    def body(c, mask, j):
+    for c, mask, j in columns(k, valid, unroll=CHAINS):
         x = logits.load(c, mask)
         maxima[j].value = k.max(x if mask is None else k.select(mask, x, float("-inf")), maxima[j].value)
-
-    foreach_column(k, valid, body, unroll=CHAINS)
     return k.maximum(tree_reduce(maxima, k.max))
 
 
 def sum_of(k: KernelBuilder, valid: int, term: Vector) -> Value:
     """The sum over the first `valid` columns of a row, as a float; term(column, mask) gives a vector of terms."""
     sums = new_accumulators(k, CHAINS)
-
-    def body(c, mask, j):
+    for c, mask, j in columns(k, valid, unroll=CHAINS):
         e = term(c, mask)
         sums[j].value = sums[j].value + (e if mask is None else k.select(mask, e, 0.0))
-
-    foreach_column(k, valid, body, unroll=CHAINS)
     return k.sum(tree_reduce(sums, add))
 
 
@@ -77,14 +71,11 @@ def write_gradient(
     if mode == "add":
         target_gradient = target_gradient + dlogits.get(column)
 
-    def body(c, mask, j):
+    for c, mask, _ in columns(k, valid, unroll=CHAINS):
         d = exp(k, logits.load(c, mask) - shift) * factor
         dlogits.store(dlogits.load(c, mask) + d if mode == "add" else d, c, mask)
-
-    foreach_column(k, valid, body, unroll=CHAINS)
     if mode == "store" and valid < V:
-        padding = dlogits.at(valid)
-        foreach_column(k, V - valid, lambda c, mask, j: padding.store(0.0, c, mask))
+        fill(k, dlogits.at(valid), 0.0, V - valid)
     with k.when(counted):
         dlogits.put(target_gradient, column)
 
@@ -142,11 +133,8 @@ def total_loss(k: KernelBuilder, loss, losses, *, dims, inner) -> None:
     """loss (1) = inv_targets * sum of losses, over all rows of the run."""
     with k.parallel_for(1):
         sums = new_accumulators(k, CHAINS)
-
-        def body(i, mask, j):
+        for i, mask, j in vectors(k, 0, k.num_elements(dims) * inner, unroll=CHAINS):
             sums[j].value = sums[j].value + losses.load(i, mask)
-
-        foreach_vector(k, 0, k.num_elements(dims) * inner, body, unroll=CHAINS)
         loss.put(k.sum(tree_reduce(sums, add)) * k.to(k.scalar("inv_targets"), "float"))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, kernel, lowering, part
-from barellm.cpu.kernels.loops import Vector, elementwise_map, flat, foreach_column, row_grain, shape_of
+from barellm.cpu.kernels.loops import Vector, columns, elementwise, fill, flat, row_grain, shape_of
 from barellm.cpu.kernels.loss.cross_entropy import ALL_ROWS, highest, logarithm, num_rows, sum_of, total_loss
 from barellm.cpu.kernels.loss.loss_scale import scale_of
 from barellm.cpu.lang.vector import LOG2E, exp, exp2_within
@@ -124,7 +124,7 @@ def write_gradient(
     """Store or add (`mode`) one row of the gradient, (sum of weights * softmax - weight of the column) * slope * scale, where only
     the targets' columns have a weight. softmax_gradient(column, mask) gives a vector of the first term alone, which is written to
     all columns; then the targets' columns are overwritten. Padding becomes zero. dlogits may alias the logits."""
-    target_gradients = []  # read before anything is overwritten  # before the loop below overwrites what they are made of
+    target_gradients = []  # before the loop below overwrites what they are made of
     for t in row_targets:
         p = k.lane(exp(k, k.splat(t.z - lse)), 0)
         # Two of the targets may be the same column.
@@ -132,14 +132,11 @@ def write_gradient(
         value = (weights_of(row_targets) * p - column_weight) * t.slope * scale
         target_gradients.append(dlogits.get(t.column) + value if mode == "add" else value)
 
-    def body(c: Any, mask: Value | None, j: int) -> None:
+    for c, mask, _ in columns(k, valid):
         d = softmax_gradient(c, mask)
         dlogits.store(dlogits.load(c, mask) + d if mode == "add" else d, c, mask)
-
-    foreach_column(k, valid, body)
     if mode == "store" and valid < V:
-        padding = dlogits.at(valid)
-        foreach_column(k, V - valid, lambda c, mask, j: padding.store(0.0, c, mask))
+        fill(k, dlogits.at(valid), 0.0, V - valid)
     for t, value in zip(row_targets, target_gradients, strict=True):
         with k.when(t.counted):
             dlogits.put(value, t.column)
@@ -241,11 +238,6 @@ def lower_gradients(op: Op, c: Lowering, dlogits: Tensor, mode: str, **more: Any
 @kernel("softcap", constants=lambda op: {"cap": op.cap, **flat(op.y)})
 def softcap(k: KernelBuilder, y, x, *, cap, dims, width, mode_y) -> None:
     """y = z for a cap with a shift. Without one z is centred, y = z - scale / 2, which is c tanh(x / c) with c = scale / 2."""
-
-    def centred(z: Value) -> Value:
-        return z - centre(cap) if centre(cap) else z
-
-    elementwise_map(
-        k, k.num_elements(dims) * width, y, lambda i, mask: centred(sigmoid_and_slope(k, x.load(i, mask), cap)[0] * cap[0]),
-        mode=mode_y,
-    )  # fmt: skip
+    for i, mask, put in elementwise(k, k.num_elements(dims) * width, y, mode=mode_y):
+        z = sigmoid_and_slope(k, x.load(i, mask), cap)[0] * cap[0]
+        put(z - centre(cap) if centre(cap) else z)

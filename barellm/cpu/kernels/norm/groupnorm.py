@@ -7,7 +7,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Op, Pointer, Value, dims_of, kernel
-from barellm.cpu.kernels.loops import accumulate, accumulate_scalar, foreach_column, new_accumulators, row_grain, tree_reduce
+from barellm.cpu.kernels.loops import accumulate, accumulate_scalar, columns, new_accumulators, row_grain, tree_reduce
 from barellm.program.tensor import Dim
 
 CHAINS = 4  # independent accumulation chains of a sum
@@ -24,12 +24,9 @@ def shape_of(op: Op) -> dict[str, Any]:
 def sums_over(k: KernelBuilder, M: int, terms: Callable[[Any, Value | None], list[Value]], count: int) -> list[Value]:
     """`count` sums over M elements, as floats: terms(index, mask) gives a vector to add to each."""
     chains = [new_accumulators(k, CHAINS) for _ in range(count)]
-
-    def body(i: Any, mask: Value | None, j: int) -> None:
+    for i, mask, j in columns(k, M, unroll=CHAINS):
         for chain, v in zip(chains, terms(i, mask), strict=True):
             chain[j].value = chain[j].value + (v if mask is None else k.select(mask, v, 0.0))
-
-    foreach_column(k, M, body, unroll=CHAINS)
     return [k.sum(tree_reduce(chain, add)) for chain in chains]
 
 
@@ -57,11 +54,8 @@ def group_norm(k, y, mean, rstd, x, weight, bias, *, dims, count, channels, pixe
             scale = inverse * weight.get(channel)
             shift = bias.get(channel)
             src_c, dst_c = src.at(c * pixels), dst.at(c * pixels)
-
-            def write(i: Any, mask: Value | None, j: int, src_c=src_c, dst_c=dst_c, scale=scale, shift=shift) -> None:
+            for i, mask, _ in columns(k, pixels):
                 dst_c.store(k.fma(src_c.load(i, mask) - centre, k.splat(scale), k.splat(shift)), i, mask)
-
-            foreach_column(k, pixels, write)
 
 
 @kernel("group_norm_dx", constants=shape_of)
@@ -89,14 +83,9 @@ def group_norm_dx(k, dx, dy, x, weight, mean, rstd, *, dims, count, channels, pi
         mean_dn, mean_dnn = sum_dn.value / float(M), sum_dnn.value / float(M)
         with k.loop(0, group_channels) as c:
             at, w = row * M + c * pixels, weight.get(row % groups * group_channels + c)
-
-            def write(
-                i: Any, mask: Value | None, j: int, at=at, w=w, a=mean_dn, b=mean_dnn, inverse=inverse
-            ) -> None:  # fmt: skip
-                v = inverse * (dy.at(at).load(i, mask) * w - a - normal(x.at(at), i, mask) * b)
+            for i, mask, _ in columns(k, pixels):
+                v = inverse * (dy.at(at).load(i, mask) * w - mean_dn - normal(x.at(at), i, mask) * mean_dnn)
                 dx.at(at).store(accumulate(k, dx.at(at), i, mask, v, mode_dx), i, mask)
-
-            foreach_column(k, pixels, write)
 
 
 @kernel("group_norm_dparams", constants=shape_of)

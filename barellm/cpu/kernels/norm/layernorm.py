@@ -19,16 +19,13 @@ Factors = Callable[[Any, Value | None, int], tuple[Value, Value]]
 
 def row_sums(k: KernelBuilder, C: int, factors: Factors, *, unrolled: bool = False, of_u: bool = True) -> list[Value]:
     """[sum(u v)] over a row of C columns, with `of_u` [sum(u v), sum(u)]. factors(c, mask, j) gives the vectors u and v at column
-    c; u must be zero in masked lanes. `unrolled`: as in `foreach_column`."""
+    c; u must be zero in masked lanes. `unrolled`: as in `loops.columns`."""
     products, sums = loops.new_accumulators(k, CHAINS), loops.new_accumulators(k, CHAINS) if of_u else []
-
-    def body(c, mask, j):
+    for c, mask, j in loops.columns(k, C, unroll=CHAINS, unrolled=unrolled):
         u, v = factors(c, mask, j)
         if of_u:
             sums[j].value = sums[j].value + u
         products[j].value = k.fma(u, v, products[j].value)
-
-    loops.foreach_column(k, C, body, unroll=CHAINS, unrolled=unrolled)
     return [k.sum(loops.tree_reduce(chains, add)) for chains in (products, sums) if chains]
 
 
@@ -73,13 +70,10 @@ def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims,
         mean.put(first + offset, row)
         rstd.put(inverse, row)
         centre, scale = k.splat(offset), k.splat(inverse)
-
-        def normalised(c, mask):
+        for c, mask, put in loops.write_row(k, dst, C, nontemporal=nontemporal, unrolled=in_registers):
             n = ((cached[c] if in_registers else shifted(c, mask)) - centre) * scale
             w = weight.load(c, mask)
-            return n * w if bias is None else k.fma(n, w, bias.load(c, mask))
-
-        loops.write_row(k, dst, C, normalised, nontemporal=nontemporal, unrolled=in_registers)
+            put(n * w if bias is None else k.fma(n, w, bias.load(c, mask)))
 
 
 class Normalised:
@@ -144,28 +138,18 @@ def norm_dx(k: KernelBuilder, dx, dy, x, weight, mean, rstd, *, C, dims, inner, 
     with k.parallel_range(rows, loops.row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         gradient, dst = GradientOfRow(k, row, dy, x, weight, mean, rstd, C=C), dx.at(row * C)
         means = gradient.means()
-
-        def vector(c, mask):
+        for c, mask, put in loops.write_row(k, dst, C, nontemporal=nontemporal, mode=mode_dx):
             _, dn, n = gradient.factors(c, mask)
-            new = gradient.dx(dn, n, means)
-            return loops.accumulate(k, dst, c, mask, new, mode_dx)
-
-        loops.write_row(k, dst, C, vector, nontemporal=nontemporal)
+            put(gradient.dx(dn, n, means))
 
 
 def dparams_partials(k: KernelBuilder, partials, dy, x, mean, rstd, *, C, count, dims, inner) -> None:
     """partials (chunks, count, C) = sums over the rows of each chunk of dy n (dweight) and, if `count` is 2, of dy (dbias)."""
-
-    def terms(row):
+    for row, columns in column_sums(k, partials, k.num_elements(dims) * inner, C, count):
         normalised, d = Normalised(k, row, x.at(row * C), mean, rstd), dy.at(row * C)
-
-        def vectors(c, mask):
+        for c, mask, add_terms in columns:
             g = d.load(c, mask)
-            return [g * normalised.load(c, mask), g][:count]
-
-        return vectors
-
-    column_sums(k, partials, k.num_elements(dims) * inner, C, count, terms)
+            add_terms(*[g * normalised.load(c, mask), g][:count])
 
 
 def read_outputs(op: Op) -> dict[str, Any]:
@@ -211,10 +195,7 @@ def norm_backward(
                 gradient.prefetch(dst[0], c, j)
 
         means = gradient.means(first)
-
-        def body(c, mask, j):
-            """dx of a vector of columns. `store_group` vectors are collected and stored together, so that they fill a cache
-            line."""
+        for c, mask, j in loops.columns(k, C):  # `store_group` vectors are stored together, so that they fill a cache line
             _, dn, n = gradient.factors(c, mask)
             new = loops.accumulate(k, dst[0], c, mask, gradient.dx(dn, n, means), mode_dx)
             cached.append(new)
@@ -225,11 +206,9 @@ def norm_backward(
                     else:
                         out.store(new, c, mask)
                 cached.clear()
-            add_to_sum("dx_sum", c, mask, lambda total: total + new)
+            add_to_sum("dx_sum", c, mask, lambda total, new=new: total + new)
             gradient.prefetch(gradient.x.at(C), c, j)
             gradient.prefetch(gradient.dy.at(C), c, j)
-
-        loops.foreach_column(k, C, body)
 
 
 @lowering("rmsnorm_backward", starts="dx dweight")

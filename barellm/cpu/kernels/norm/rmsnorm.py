@@ -28,9 +28,6 @@ def rmsnorm(k: KernelBuilder, y, rstd, x, weight, *, C, eps, dims, inner) -> Non
         inverse = 1.0 / k.sqrt(square * (1.0 / C) + eps)
         rstd.put(inverse, row)
         scale = k.splat(inverse)
-
-        def normalised(c, mask):
+        for c, mask, put in write_row(k, dst, C, nontemporal=nontemporal, unrolled=in_registers):
             n = (cached[c] if in_registers else src.load(c, mask)) * scale
-            return n if weight is None else n * weight.load(c, mask)
-
-        write_row(k, dst, C, normalised, nontemporal=nontemporal, unrolled=in_registers)
+            put(n if weight is None else n * weight.load(c, mask))

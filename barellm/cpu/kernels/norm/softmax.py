@@ -3,7 +3,7 @@
 from operator import add
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, kernel, lowering
-from barellm.cpu.kernels.loops import accumulate, exceeds_caches, row_grain, shape_of, write_row
+from barellm.cpu.kernels.loops import exceeds_caches, row_grain, shape_of, write_row
 from barellm.cpu.kernels.loss.cross_entropy import highest, sum_of
 from barellm.cpu.kernels.norm.layernorm import row_sums
 from barellm.cpu.lang.vector import exp
@@ -58,7 +58,8 @@ def short_row(k: KernelBuilder, dst: Pointer, src: Pointer, C: int, scale: float
     while len(sums) > 1:  # pairwise; an odd last one waits
         sums = [*map(add, sums[::2], sums[1::2]), *sums[len(sums) & -2 :]]
     inverse_sum = k.splat(1.0 / k.sum(sums[0]))
-    write_row(k, dst, C, lambda c, mask: row[c] * inverse_sum, nontemporal=nontemporal, unrolled=True)
+    for c, _, put in write_row(k, dst, C, nontemporal=nontemporal, unrolled=True):
+        put(row[c] * inverse_sum)
 
 
 def cached_row(k: KernelBuilder, dst: Pointer, src: Pointer, C: int, scale: float, nontemporal: Value | None) -> None:
@@ -71,7 +72,8 @@ def cached_row(k: KernelBuilder, dst: Pointer, src: Pointer, C: int, scale: floa
         return e
 
     inverse_sum = k.splat(1.0 / sum_of(k, C, term))
-    write_row(k, dst, C, lambda c, mask: exponentials.load(c, mask) * inverse_sum, nontemporal=nontemporal)
+    for c, mask, put in write_row(k, dst, C, nontemporal=nontemporal):
+        put(exponentials.load(c, mask) * inverse_sum)
 
 
 def long_row(k: KernelBuilder, dst: Pointer, src: Pointer, C: int, scale: float, nontemporal: Value | None) -> None:
@@ -92,7 +94,8 @@ def long_row(k: KernelBuilder, dst: Pointer, src: Pointer, C: int, scale: float,
     if C % BLOCK:
         add_block(src.at(C - C % BLOCK), C % BLOCK)
     shift, inverse_sum = k.splat(finite(k, top.value)), k.splat(1.0 / total.value)
-    write_row(k, dst, C, lambda c, mask: power(k, src.load(c, mask), shift, scale) * inverse_sum, nontemporal=nontemporal)
+    for c, mask, put in write_row(k, dst, C, nontemporal=nontemporal):
+        put(power(k, src.load(c, mask), shift, scale) * inverse_sum)
 
 
 @lowering("softmax")
@@ -111,9 +114,6 @@ def softmax_dx(k: KernelBuilder, dx, dy, y, *, C, scale, dims, inner, mode_dx) -
         dy_row, y_row, dst = dy.at(row * C), y.at(row * C), dx.at(row * C)
         (total,) = row_sums(k, C, lambda c, mask, j: (dy_row.load(c, mask), y_row.load(c, mask)), of_u=False)
         dot = k.splat(total)
-
-        def vector(c, mask):
+        for c, mask, put in write_row(k, dst, C, nontemporal=nontemporal, mode=mode_dx):
             new = (dy_row.load(c, mask) - dot) * y_row.load(c, mask)
-            return accumulate(k, dst, c, mask, new if scale == 1 else new * scale, mode_dx)
-
-        write_row(k, dst, C, vector, nontemporal=nontemporal)
+            put(new if scale == 1 else new * scale)

@@ -7,7 +7,7 @@ increment a counter waits for the store of the increment before: so each of TABL
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Tensor, Value, lowering
-from barellm.cpu.kernels.loops import flat, foreach_vector, new_accumulators, tree_reduce
+from barellm.cpu.kernels.loops import flat, new_accumulators, tree_reduce, vectors
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.optim.exponent_stats import BINS, NOT_FINITE, SUMS
 from barellm.runtime.lowering import Region, part, weight_operand
@@ -28,12 +28,13 @@ def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
     with k.parallel_for(k.ceil_div(n, chunk_elements)) as chunk:
         tables = k.thread_scratch("i32")
         bins = tables.at(TABLES * WIDTH)  # exponents between vector lanes and addresses
-        foreach_vector(k, 0, TABLES * WIDTH, lambda i, mask, j: tables.store(0, i, mask))
+        for i, mask, _ in vectors(k, 0, TABLES * WIDTH):
+            tables.store(0, i, mask)
         total, size, square = (new_accumulators(k, UNROLL) for _ in range(3))
         largest = new_accumulators(k, UNROLL)
-
-        def body(i, mask, j):
-            """Add the vector at element i to chain j's sums, and count each lane's exponent: `bins` turns lanes into addresses."""
+        begin = chunk * chunk_elements
+        for i, mask, j in vectors(k, begin, k.min(begin + chunk_elements, n), unroll=UNROLL):
+            # The vector goes to chain j's sums, and each lane's exponent is counted: `bins` turns lanes into addresses.
             v = x.load(i, mask)
             bits = k.bitcast(v, k.ivec)
             e = (bits >> 23) & NOT_FINITE  # the exponent field, all ones for infinity and NaN
@@ -51,17 +52,11 @@ def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
             for lane in range(k.lanes):
                 counter = tables.at(dst.get(lane) + lane % TABLES * WIDTH)
                 counter.put(counter.get() + 1)
-
-        begin = chunk * chunk_elements
-        foreach_vector(k, begin, k.min(begin + chunk_elements, n), body, unroll=UNROLL)
-
-        def merge_tables(i, mask, j):
+        for i, mask, _ in vectors(k, 0, BINS):
             count = tables.load(i, mask)
             for table in range(1, TABLES):
                 count = count + tables.load(i + table * WIDTH, mask)
             counts.store(count, chunk * BINS + i, mask)
-
-        foreach_vector(k, 0, BINS, merge_tables)
         for column, chains in enumerate((total, size, square)):
             sums.put(k.sum(tree_reduce(chains, lambda a, b: a + b)), chunk * len(SUMS) + column)
         sums.put(k.maximum(tree_reduce(largest, k.max)), chunk * len(SUMS) + SUMS.index("max_abs"))
@@ -72,14 +67,11 @@ def combine_exponent_stats(k: KernelBuilder, counts, sums, partial_counts, parti
     n = k.num_elements(dims) * width
     with k.parallel_for(1):
         chunks = k.ceil_div(n, elements_per_chunk(k, n))
-
-        def body(i, mask, j):
+        for i, mask, _ in vectors(k, 0, BINS, unroll=1):
             total = k.var(k.const(0, k.ivec))
             with k.loop(0, chunks) as chunk:
                 total.value = total.value + partial_counts.load(chunk * BINS + i, mask)
             counts.store(total.value, i, mask)
-
-        foreach_vector(k, 0, BINS, body, unroll=1)
         for column, name in enumerate(SUMS):
             total = k.var(k.const(0.0, "double"))
             with k.loop(0, chunks) as chunk:

@@ -12,7 +12,7 @@ from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Value, lowering
 from barellm.cpu.kernels import loops, numbers, storage
 from barellm.cpu.kernels.gemm.gemm import gemm, gemm_scratch_bytes
 from barellm.cpu.kernels.optim.optimizer import GRAIN as UPDATE_GRAIN
-from barellm.cpu.kernels.optim.optimizer import sweep_pairs
+from barellm.cpu.kernels.optim.optimizer import pairs
 from barellm.cpu.tuning import select_config
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.optim.muon import LEAST
@@ -37,8 +37,7 @@ def muon_momentum(k: KernelBuilder, m, u, partials, grad, clip, n, *, nesterov) 
     momentum_vector, grad_factor = k.splat(momentum), k.splat((1.0 - momentum) * scale)
     with k.parallel_for((n + CHUNK - 1) // CHUNK) as chunk:
         sums = loops.new_accumulators(k, CHAINS)
-
-        def body(i, mask, j):
+        for i, mask, j in loops.vectors(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), unroll=CHAINS):
             old, g = m.load(i, mask), grad.load(i, mask) * grad_factor
             new = k.fma(old, momentum_vector, g)
             lookahead = k.fma(new, momentum_vector, g) if nesterov else new
@@ -46,8 +45,6 @@ def muon_momentum(k: KernelBuilder, m, u, partials, grad, clip, n, *, nesterov) 
             lookahead = k.select(finite, lookahead, 0.0)
             u.store(lookahead, i, mask)
             sums[j].value = k.fma(lookahead, lookahead, sums[j].value)
-
-        loops.foreach_vector(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), body, unroll=CHAINS)
         partials.put(k.sum(loops.tree_reduce(sums, add)), chunk)
 
 
@@ -66,7 +63,8 @@ def muon_normalize(k: KernelBuilder, x, u, partials, n, count, *, margin, eps) -
         total.value = total.value + k.to(partials.get(i), "double")
     factor = k.splat(1.0 / (k.sqrt(total.value) * margin + eps))
     with k.parallel_range(n, loops.GRAIN) as (begin, end):
-        loops.foreach_vector(k, begin, end, lambda i, mask, j: x.store(u.load(i, mask) * factor, i, mask))
+        for i, mask, _ in loops.vectors(k, begin, end):
+            x.store(u.load(i, mask) * factor, i, mask)
 
 
 @lowering("muon_normalize")
@@ -103,27 +101,21 @@ def row_means(k: KernelBuilder, means, x, rows, *, C) -> None:
     """means (rows) = the mean of the squares of each row of x (rows, C), a range of rows for each work item."""
     with k.parallel_range(rows, max(1, loops.GRAIN // C)) as (begin, end), k.loop(begin, end) as row:
         sums, src = loops.new_accumulators(k, CHAINS), x.at(row * C)
-
-        def body(c, mask, j):
+        for c, mask, j in loops.columns(k, C, unroll=CHAINS):
             value = src.load(c, mask)
             sums[j].value = k.fma(value, value, sums[j].value)
-
-        loops.foreach_column(k, C, body, unroll=CHAINS)
         means.put(k.sum(loops.tree_reduce(sums, add)) / float(C), row)
 
 
 def column_means(k: KernelBuilder, means, x, rows, *, C) -> None:
     """means (C) = the mean of the squares of each column of x (rows, C). A work item is CHAINS vectors of columns."""
     with k.parallel_range(C, CHAINS * k.lanes) as (begin, end):
-
-        def body(c, mask, j):
+        for c, mask, _ in loops.vectors(k, begin, end, unroll=1):
             total = k.var(k.to(0.0, k.vec))
             with k.loop(0, rows) as row:
                 value = x.load(row * C + c, mask)
                 total.value = k.fma(value, value, total.value)
             means.store(total.value / k.to(rows, "float"), c, mask)
-
-        loops.foreach_vector(k, begin, end, body, unroll=1)
 
 
 def scales_of_means(k: KernelBuilder, second, scales, means, clip, n, *, beta2, each) -> None:
@@ -144,7 +136,8 @@ def scales_of_means(k: KernelBuilder, second, scales, means, clip, n, *, beta2, 
             sum_after.value = sum_after.value + mean * k.to(inv_root, "double") * k.to(inv_root, "double")
         norm, scaled = k.sqrt(sum_before.value * float(each)), k.sqrt(sum_after.value * float(each))
         ratio = k.splat(norm / k.max(scaled, LEAST))
-        loops.foreach_vector(k, 0, n, lambda i, mask, j: scales.store(scales.load(i, mask) * ratio, i, mask))
+        for i, mask, _ in loops.vectors(k, 0, n):
+            scales.store(scales.load(i, mask) * ratio, i, mask)
 
 
 @lowering("normuon_scales")
@@ -176,9 +169,7 @@ def muon_update(
 
     def update_range(begin: Value, end: Value, factor) -> None:
         """param -= factor(index, mask) x for the elements [begin, end), with weight decay; the factor contains lr scale."""
-
-        def body(i, mask, vectors):
-            """Update as many adjacent vectors as `vectors` has, from element i on; `sweep_pairs` calls it with one or two."""
+        for i, mask, vectors in pairs(k, begin, end):
             updated = []
             for j in range(len(vectors)):
                 offset = i + j * k.lanes
@@ -189,8 +180,6 @@ def muon_update(
                 else:
                     updated.append(k.fma(p, shrink, -update))
             weights.store_all(updated, i, mask)
-
-        sweep_pairs(k, begin, end, body)
 
     # NaN says that the gradient's norm is not finite: no work items.
     with k.parallel_range(k.select(clip_scale.equals(clip_scale), rows, 0), max(1, UPDATE_GRAIN // C)) as (begin, end):

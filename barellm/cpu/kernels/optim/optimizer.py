@@ -1,7 +1,8 @@
 """AdamW (Loshchilov and Hutter 2019) and cautious AdamW: one pass over gradient, both moments and the weight. All tensors flat, `n`
 elements; clip (2) = [gradient norm, factor that clips it], whose factor is NaN if the norm is not finite: then nothing changes."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, lowering
 from barellm.cpu.kernels.storage import Moment, Weight, moment_operand, weight_operands
@@ -51,51 +52,46 @@ def adamw(
         update = numerator / (root + eps)
         return p - update - k.select(update * p > 0.0, p * decay, 0.0)
 
-    def body(i, mask, dithers):
-        """Update adjacent vectors from element i on: one for each of `dithers`, which are random bits for rounding, or None."""
-        updated, first, second = [], [], []
-        for j in range(len(dithers)):
-            offset = i + j * k.lanes
-            g = grad.load(offset, mask)
-            root = g * for_square
-            first.append(k.fma(means.load(offset, mask), beta1, g * for_mean))
-            second.append(k.fma(root, root, squares.load(offset, mask) * beta2))
-            updated.append(new_weight(weights.load(offset, mask), rate * first[j], k.sqrt(second[j])))
-        random_bits = None not in dithers
-        means.store_all(first, i, mask, dither=[bits & 0x3FFF for bits in dithers] if random_bits else None)
-        squares.store_all(second, i, mask, dither=[bits >> 19 for bits in dithers] if random_bits else None)
-        weights.store_all(updated, i, mask)
-
     # NaN means that the gradient's norm is not finite: the update is skipped.
     with k.parallel_range(k.select(scale.equals(scale), n, 0), GRAIN) as (begin, end):
-        if key is None:
-            sweep_pairs(k, begin, end, body)
-        else:
-            sweep_dithered(k, begin, end, key, first, body)
+        for i, mask, dithers in pairs(k, begin, end) if key is None else dithered_pairs(k, begin, end, key, first):
+            updated, new_m, new_v = [], [], []
+            for j in range(len(dithers)):
+                offset = i + j * k.lanes
+                g = grad.load(offset, mask)
+                root = g * for_square
+                new_m.append(k.fma(means.load(offset, mask), beta1, g * for_mean))
+                new_v.append(k.fma(root, root, squares.load(offset, mask) * beta2))
+                updated.append(new_weight(weights.load(offset, mask), rate * new_m[j], k.sqrt(new_v[j])))
+            means.store_all(new_m, i, mask, dither=None if key is None else [bits & 0x3FFF for bits in dithers])
+            squares.store_all(new_v, i, mask, dither=None if key is None else [bits >> 19 for bits in dithers])
+            weights.store_all(updated, i, mask)
 
 
-def sweep_pairs(k: KernelBuilder, begin: Value, end: Value, body: Callable[..., None]) -> None:
-    """Emit body(index, None, [None, None]) for pairs of vectors of elements [begin, end), then body(index, mask, [None])."""
+# Index of one or two adjacent vectors, the mask of one that is alone, random bits for the rounding of each.
+Pairs = Iterator[tuple[Value, Value | None, list[Any]]]
+
+
+def pairs(k: KernelBuilder, begin: Value, end: Value) -> Pairs:
+    """The vectors of elements [begin, end) two by two, without random bits: a loop as those of loops.py."""
     full_end = begin + ((end - begin) & -2 * k.lanes)
     with k.loop(begin, full_end, 2 * k.lanes) as i:
-        body(i, None, [None, None])
+        yield i, None, [None, None]
     with k.loop(full_end, end, k.lanes) as i:
-        body(i, k.mask_first(end - i), [None])
+        yield i, k.mask_first(end - i), [None]
 
 
-def sweep_dithered(
-    k: KernelBuilder, begin: Value, end: Value, key: tuple[Value, Value], origin: Value, body: Callable[..., None]
-) -> None:
-    """As `sweep_pairs`, but body's third argument has random words (i32 lanes): [word, word] for a pair of vectors, [word] for one.
-    A call of the generator serves a block of SHARED_WIDTH elements; `begin` starts a block, and so does `origin`, the element of
-    the whole tensor that these begin with (a rank's shard). The next block's words, a chain of 80 operations, are computed between
-    the vectors of this one (software pipelining)."""
+def dithered_pairs(k: KernelBuilder, begin: Value, end: Value, key: tuple[Value, Value], origin: Value) -> Pairs:
+    """As `pairs`, with random words (i32 lanes): [word, word] for a pair of vectors, [word] for one. A call of the generator serves
+    a block of SHARED_WIDTH elements; `begin` starts a block, and so does `origin`, the element of the whole tensor that these begin
+    with (a rank's shard). The next block's words, a chain of 80 operations, are computed between the vectors of this one (software
+    pipelining)."""
     width, vectors = random.SHARED_WIDTH, random.SHARED_WIDTH // k.lanes
     *_, first_words = random.shared_words(k, key, (origin + begin) // width)
     next_words = [k.var(word) for word in first_words]
 
-    def block(first: Value, *, masked: bool) -> None:
-        """Update the elements first .. first + width, where `masked` only those before `end`, and generate the next words."""
+    def block(first: Value, *, masked: bool) -> Pairs:
+        """The elements first .. first + width, where `masked` only those before `end`; it generates the next words."""
         words = [word.value for word in next_words]
         generator = random.shared_words(k, key, (origin + first) // width + 1)
         for j in range(0, vectors, 2):
@@ -103,9 +99,9 @@ def sweep_dithered(
             bits = [random.shared_word(k, words, i * k.lanes) for i in (j, j + 1)]
             if masked:
                 for i in range(2):
-                    body(index + i * k.lanes, k.mask_first(end - index - i * k.lanes), [bits[i]])
+                    yield index + i * k.lanes, k.mask_first(end - index - i * k.lanes), [bits[i]]
             else:
-                body(index, None, bits)
+                yield index, None, bits
             # These two vectors' share of the generator's GROUPS steps.
             for _ in range(random.GROUPS * j // vectors, random.GROUPS * (j + 2) // vectors):
                 computed = next(generator)
@@ -114,9 +110,9 @@ def sweep_dithered(
 
     full_end = begin + ((end - begin) & -width)
     with k.loop(begin, full_end, width) as first:
-        block(first, masked=False)
+        yield from block(first, masked=False)
     with k.loop(full_end, end, width) as first:
-        block(first, masked=True)
+        yield from block(first, masked=True)
 
 
 @lowering("adamw", "cautious_adam", floats="fp32", also={"param": PLANES, "m": "e6m9", "v": "ue6m10"}, spans="param grad")

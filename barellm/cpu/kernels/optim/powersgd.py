@@ -3,12 +3,12 @@
 A matrix M = grad + error is read once, row by row, at memory bandwidth, and multiplied with all columns of a factor while its rows
 are cached. Shapes: grad, error (rows, cols); a factor is (rank, n), one column after the other."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering, part
-from barellm.cpu.kernels.loops import GRAIN, foreach_column, foreach_vector, new_accumulators, tree_reduce
+from barellm.cpu.kernels.loops import GRAIN, columns, groups, new_accumulators, tree_reduce, vectors
 from barellm.cpu.kernels.reductions import CHUNK_ROWS, CHUNKS, add_chunks, chunks_of_rows, rows_per_chunk
 from barellm.program.integers import round_up
 
@@ -18,60 +18,44 @@ LEAST = 1e-37  # of the largest number of a column: the inverse of a smaller one
 ACROSS, DOWN = {16: (2, 4), 32: (4, 6)}, {16: (4, 2), 32: (4, 6)}
 
 
-def foreach_tile(k: KernelBuilder, begin: Value, end: Value, rank: int, tile: tuple[int, int], block: Callable[..., None]) -> None:
-    """Emit block(row, number of rows, column, number of columns) for tiles of rows [begin, end) x the `rank` columns of a factor.
-    `tile`: (rows, columns) of a full tile."""
+def tiles(k: KernelBuilder, begin: Value, end: Value, rank: int, tile: tuple[int, int]) -> Iterator[tuple[Value, int, Any, int]]:
+    """(row, number of rows, column, number of columns) of each tile of rows [begin, end) x the `rank` columns of a factor, as the
+    loops of `loops`. `tile`: (rows, columns) of a full tile."""
     height, width = tile
     full_columns = rank - rank % width
-
-    def columns(i: Value, height: int) -> None:
+    for i, count in groups(k, begin, end, height):
         if full_columns:
             with k.loop(0, full_columns, width) as j:
-                block(i, height, j, width)
+                yield i, count, j, width
         if full_columns < rank:
-            block(i, height, full_columns, rank - full_columns)
-
-    full_end = begin + ((end - begin) & -height)
-    with k.loop(begin, full_end, height) as i:
-        columns(i, height)
-    with k.loop(full_end, end) as i:
-        columns(i, 1)
+            yield i, count, full_columns, rank - full_columns
 
 
 def factor_across(k: KernelBuilder, y, grad, error, f, *, rows, cols, rank) -> None:
-    """y (rank, rows) = (M f^T)^T, f (rank, cols): dot products along the rows of M = grad + error (rows, cols)."""
-
-    def block(i, height, j, width):
-        """Dot products of `height` rows of M from i on with `width` rows of f from j on; M is read once for all of them."""
-        sums = [new_accumulators(k, width) for _ in range(height)]
-
-        def body(c, mask, _):
-            factors = [f.load((j + b) * cols + c, mask) for b in range(width)]
-            for a, row_sums in enumerate(sums):
-                m = grad.load((i + a) * cols + c, mask) + error.load((i + a) * cols + c, mask)
-                for total, value in zip(row_sums, factors, strict=True):
-                    total.value = k.fma(m, value, total.value)
-
-        foreach_column(k, cols, body, unroll=1)
-        for a, row_sums in enumerate(sums):
-            for b, total in enumerate(row_sums):
-                y.put(k.sum(total.value), (j + b) * rows + i + a)
-
+    """y (rank, rows) = (M f^T)^T, f (rank, cols): dot products along the rows of M = grad + error (rows, cols). In a tile M is read
+    once for all its rows of f."""
     tile = ACROSS[k.isa.registers]
     with k.parallel_range(rows, round_up(max(1, GRAIN // cols), tile[0])) as (begin, end):
-        foreach_tile(k, begin, end, rank, tile, block)
+        for i, height, j, width in tiles(k, begin, end, rank, tile):
+            sums = [new_accumulators(k, width) for _ in range(height)]
+            for c, mask, _ in columns(k, cols, unroll=1):
+                factors = [f.load((j + b) * cols + c, mask) for b in range(width)]
+                for a, row_sums in enumerate(sums):
+                    m = grad.load((i + a) * cols + c, mask) + error.load((i + a) * cols + c, mask)
+                    for total, value in zip(row_sums, factors, strict=True):
+                        total.value = k.fma(m, value, total.value)
+            for a, row_sums in enumerate(sums):
+                for b, total in enumerate(row_sums):
+                    y.put(k.sum(total.value), (j + b) * rows + i + a)
 
 
 def factor_down(k: KernelBuilder, partials, grad, error, f, *, rows, cols, rank) -> None:
     """partials (chunks, rank, cols) = f M over the rows of each chunk, M = grad + error (rows, cols), f (rank, rows)."""
     with chunks_of_rows(k, partials, k.int(rows), cols, rank) as (dst, begin, end):
         assert dst is not None
-
-        def block(i, height, j, width):
-            """Add rows i .. i + height of M, each times its element of f, to the sums j .. j + width."""
+        for i, height, j, width in tiles(k, begin, end, rank, DOWN[k.isa.registers]):
             factors = [[k.splat(f.get((j + b) * rows + i + a)) for a in range(height)] for b in range(width)]
-
-            def body(c, mask, _):
+            for c, mask, _ in columns(k, cols, unroll=1):
                 at = [(i + a) * cols + c for a in range(height)]
                 m = [grad.load(x, mask) + error.load(x, mask) for x in at]
                 for b, row_factors in enumerate(factors):
@@ -79,10 +63,6 @@ def factor_down(k: KernelBuilder, partials, grad, error, f, *, rows, cols, rank)
                     for value, factor in zip(m, row_factors, strict=True):
                         total = k.fma(value, factor, total)
                     dst.store(total, (j + b) * cols + c, mask)
-
-            foreach_column(k, cols, body, unroll=1)
-
-        foreach_tile(k, begin, end, rank, DOWN[k.isa.registers], block)
 
 
 def add_factors(k: KernelBuilder, y, partials, *, rows, size) -> None:
@@ -113,18 +93,16 @@ def lower_factor(op: Op, c: Lowering) -> None:
 def dot(k: KernelBuilder, a: Pointer, b: Pointer, first: Any, n: Any) -> Value:
     """The dot product of elements [first, n) of a and b."""
     sums = new_accumulators(k, CHAINS)
-
-    def body(i, mask, j):
+    for i, mask, j in vectors(k, first, n, unroll=CHAINS):
         sums[j].value = k.fma(a.load(i, mask), b.load(i, mask), sums[j].value)
-
-    foreach_vector(k, first, n, body, unroll=CHAINS)
     return k.sum(tree_reduce(sums, add))
 
 
 def reflect(k: KernelBuilder, x: Pointer, v: Pointer, tau: Value, n: int) -> None:
     """A Householder reflection: x (n) -= tau (v . x) v."""
     size = k.splat(tau * dot(k, v, x, 0, n))
-    foreach_vector(k, 0, n, lambda i, mask, j: x.store(x.load(i, mask) - size * v.load(i, mask), i, mask))
+    for i, mask, _ in vectors(k, 0, n):
+        x.store(x.load(i, mask) - size * v.load(i, mask), i, mask)
 
 
 def householder(k: KernelBuilder, y, x, work, taus, *, n, rank) -> None:
@@ -134,15 +112,13 @@ def householder(k: KernelBuilder, y, x, work, taus, *, n, rank) -> None:
     with k.parallel_for(1):
         with k.loop(0, rank) as j:
             column, largest = x.at(j * n), k.var_vec(0.0)
-
-            def update_largest(i, mask, _, column=column, largest=largest):
+            for i, mask, _ in vectors(k, 0, n):
                 value = column.load(i, mask)
                 largest.value = k.max(k.max(value, -value), largest.value)
-
-            foreach_vector(k, 0, n, update_largest)
             max_abs = k.maximum(largest.value)
             scale, dst = k.splat(k.select(max_abs > LEAST, 1.0 / max_abs, 1.0)), work.at(j * n)
-            foreach_vector(k, 0, n, lambda i, mask, _, a=column, dst=dst, s=scale: dst.store(a.load(i, mask) * s, i, mask))
+            for i, mask, _ in vectors(k, 0, n):
+                dst.store(column.load(i, mask) * scale, i, mask)
         # Factor (geqrf): the reflection of column j, as `program.ops.optim.powersgd.reflection`, applied to all later columns.
         with k.loop(0, rank) as j:
             v = work.at(j * n)
@@ -150,8 +126,10 @@ def householder(k: KernelBuilder, y, x, work, taus, *, n, rank) -> None:
             norm = k.sqrt(k.fma(alpha, alpha, squares))
             beta, none = k.select(alpha < 0.0, norm, -norm), squares.equals(0.0)
             tau, inverse = (beta - alpha) / beta, k.splat(k.select(none, 0.0, 1.0 / (alpha - beta)))
-            foreach_vector(k, j + 1, n, lambda i, mask, _, v=v, s=inverse: v.store(v.load(i, mask) * s, i, mask))
-            foreach_vector(k, 0, j, lambda i, mask, _, v=v: v.store(0.0, i, mask))
+            for i, mask, _ in vectors(k, j + 1, n):
+                v.store(v.load(i, mask) * inverse, i, mask)
+            for i, mask, _ in vectors(k, 0, j):
+                v.store(0.0, i, mask)
             v.put(1.0, j)
             taus.put(k.select(none, 0.0, tau), j)
             with k.loop(j + 1, rank) as later:
@@ -159,7 +137,8 @@ def householder(k: KernelBuilder, y, x, work, taus, *, n, rank) -> None:
         # Form Q (orgqr): the reflections, last first, applied to unit vectors; number `last` changes none before its own.
         with k.loop(0, rank) as j:
             dst = y.at(j * n)
-            foreach_vector(k, 0, n, lambda i, mask, _, dst=dst: dst.store(0.0, i, mask))
+            for i, mask, _ in vectors(k, 0, n):
+                dst.store(0.0, i, mask)
             y.put(1.0, j * n + j)
         with k.loop(0, rank) as back:
             last = (rank - 1) - back
@@ -207,10 +186,8 @@ def feedback(k: KernelBuilder, grad, error, left_own, left_total, right_own, rig
 
     def update_strip(begin: Value, end: Value, columns: list[tuple[Any, Value | None]]) -> None:
         """Update all rows of a work item for some columns, so that the right factors' columns stay cached."""
-        full_end = begin + ((end - begin) & -tile_rows)
-        for first, last, height in ((begin, full_end, tile_rows), (full_end, end, 1)):
-            with k.loop(first, last, height) as i:
-                update_tile(i, height, columns)
+        for i, height in groups(k, begin, end, tile_rows):
+            update_tile(i, height, columns)
 
     step = TOGETHER * k.lanes
     full_columns = cols - cols % step
@@ -228,7 +205,8 @@ def keep_factor(k: KernelBuilder, q, total, clip, n) -> None:
     """q (n) = total, the factor that the next step starts from (warm start), unless the norm is not finite."""
     ok = clip.get(1)
     with k.parallel_range(k.select(ok.equals(ok), n, 0), GRAIN) as (begin, end):
-        foreach_vector(k, begin, end, lambda i, mask, j: q.store(total.load(i, mask), i, mask))
+        for i, mask, _ in vectors(k, begin, end):
+            q.store(total.load(i, mask), i, mask)
 
 
 @lowering("feedback", floats="fp32", also={"own": "bf16", "total": "bf16"}, spans="own total")

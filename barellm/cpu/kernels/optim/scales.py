@@ -1,12 +1,10 @@
 """Delayed scaling for low-precision formats (FP8 and smaller): scales from a history of statistics. Shapes: history (entries), bias
 (2), scale (1), sums (4) = [sum, sum of |x|, sum of squares, max |x|]; x and y flat."""
 
-from typing import Any
-
 import numpy as np
 
 from barellm.cpu.kernel import KernelBuilder, Value, kernel
-from barellm.cpu.kernels.loops import elementwise_map, flat
+from barellm.cpu.kernels.loops import elementwise, flat
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.optim.exponent_stats import SUMS
 from barellm.program.ops.optim.scales import ABOVE, DEVIATIONS, EXPONENTS, FARTHEST, FIRST, FRACTION, LAST, MARGIN
@@ -84,8 +82,8 @@ def round_floating(k: KernelBuilder, y, x, bias, *, denormals, per_target, dims,
     inverse_unit, unit = k.splat(1.0 / unit), k.splat(unit)
     divisor = k.splat(k.to(k.scalar("inv_targets"), "float")) if per_target else None
 
-    def vector(i: Any, mask: Value | None) -> Value:
-        """The rounded vector of x at element i; fp32 bits are compared as integers, because magnitudes are in the same order."""
+    for i, mask, put in elementwise(k, k.num_elements(dims) * width, y, unroll=4):
+        # fp32 bits are compared as integers, because magnitudes are in the same order.
         v = x.load(i, mask)
         bits = k.bitcast(v if divisor is None else v / divisor, k.ivec)
         magnitude = bits & 0x7FFFFFFF
@@ -99,6 +97,4 @@ def round_floating(k: KernelBuilder, y, x, bias, *, denormals, per_target, dims,
         else:
             rounded = k.select(rounded < least, 0, rounded)
         rounded = k.select(magnitude > 0x7F800000, magnitude, k.min(rounded, largest))  # NaN stays
-        return k.bitcast(rounded | (bits & ~0x7FFFFFFF), k.vec)
-
-    elementwise_map(k, k.num_elements(dims) * width, y, vector, unroll=4)
+        put(k.bitcast(rounded | (bits & ~0x7FFFFFFF), k.vec))

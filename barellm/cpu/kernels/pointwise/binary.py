@@ -4,7 +4,7 @@ words (rows, W), with W = ceil(K / 32). (dims, inner): sizes whose product is th
 from typing import Any
 
 from barellm.cpu.kernel import KernelBuilder, Pointer, Value, kernel
-from barellm.cpu.kernels.loops import accumulate, elementwise_map, flat, row_grain, shape_of
+from barellm.cpu.kernels.loops import accumulate, blocks, elementwise, flat, row_grain, shape_of
 from barellm.cpu.lang.random import signed
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.pointwise.binary import BITS, words_of
@@ -28,41 +28,32 @@ def pack_signs(k: KernelBuilder, words, x, *, K, dims, inner) -> None:
     W = words_of(K)
     with k.parallel_range(k.num_elements(dims) * inner, row_grain(K)) as (begin, end), k.loop(begin, end) as row:
         dst, src = words.at(row * W), x.at(row * K)
-        with k.loop(0, K // BITS) as w:
-            dst.put(word_of(k, src, w * BITS, BITS), w)
-        if K % BITS:
-            dst.put(word_of(k, src, K // BITS * BITS, K % BITS), K // BITS)
+        for w, count in blocks(k, K, BITS):
+            dst.put(word_of(k, src, w * BITS, count), w)
 
 
 @kernel("unpack_signs", constants=lambda op: {"K": op.columns, **shape_of(op.signs)}, also={"words": "i32"})
 def unpack_signs(k: KernelBuilder, signs, words, *, K, dims, inner, mode_signs) -> None:
     """signs (rows, K) = 1 where the bit of words (rows, W) is set, else -1; stored or added (mode_signs)."""
-
-    def unpack_word(dst: Pointer, first: Any, word: Value, count: int) -> None:
-        """dst[first...] = the signs of a word's lower `count` bits: each lane tests its own bit, a constant mask."""
-        for part in range(0, min(count, BITS), k.lanes):
-            left = count - part
-            mask = None if left >= k.lanes else k.mask_first(left)
-            bits = ", ".join(f"i32 {signed(1 << (part + i))}" for i in range(k.lanes))
-            one = (k.splat(word) & Value(k, k.ivec, f"<{bits}>")).differs(0)
-            c = k.int(first) + part
-            dst.store(accumulate(k, dst, c, mask, k.select(one, k.to(1.0, k.vec), -1.0), mode_signs), c, mask)
-
     W = words_of(K)
     with k.parallel_range(k.num_elements(dims) * inner, row_grain(K)) as (begin, end), k.loop(begin, end) as row:
         dst, src = signs.at(row * K), words.at(row * W)
-        with k.loop(0, K // BITS) as w:
-            unpack_word(dst, w * BITS, k.to(src.get(w), "i32"), BITS)
-        if K % BITS:
-            unpack_word(dst, K // BITS * BITS, k.to(src.get(K // BITS), "i32"), K % BITS)
+        for w, count in blocks(k, K, BITS):
+            first, word = w * BITS, k.to(src.get(w), "i32")
+            for part in range(0, count, k.lanes):
+                left = count - part
+                mask = None if left >= k.lanes else k.mask_first(left)
+                # Each lane tests its own bit, a constant mask.
+                bits = ", ".join(f"i32 {signed(1 << (part + i))}" for i in range(k.lanes))
+                one = (k.splat(word) & Value(k, k.ivec, f"<{bits}>")).differs(0)
+                c = k.int(first) + part
+                dst.store(accumulate(k, dst, c, mask, k.select(one, k.to(1.0, k.vec), -1.0), mode_signs), c, mask)
 
 
 @kernel("straight_through", also={"x": PLANES}, constants=lambda op: flat(op.dx))
 def straight_through(k: KernelBuilder, dx, dy, x, *, dims, width, mode_dx) -> None:
     """dx = dy where |x| <= 1, else 0."""
 
-    def vector(i: Any, mask: Value | None) -> Value:
+    for i, mask, put in elementwise(k, k.num_elements(dims) * width, dx, mode=mode_dx):
         size = k.bitcast(k.bitcast(x.load(i, mask), k.ivec) & 0x7FFFFFFF, k.vec)
-        return k.select(size <= 1.0, dy.load(i, mask), 0.0)
-
-    elementwise_map(k, k.num_elements(dims) * width, dx, vector, mode=mode_dx)
+        put(k.select(size <= 1.0, dy.load(i, mask), 0.0))

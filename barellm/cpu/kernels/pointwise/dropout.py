@@ -1,11 +1,9 @@
 """Dropout and its gradient. Shapes: x, y, dx, dy (batch, seq, C). The bits are those of
 `program/ops/pointwise/random.py`, or the draws of `program/ops/pointwise/tausworthe.py`."""
 
-from typing import Any
-
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, lowering
-from barellm.cpu.kernels.loops import accumulate, row_grain
-from barellm.cpu.lang import Value, random
+from barellm.cpu.kernels.loops import accumulate, blocks, row_grain
+from barellm.cpu.lang import random
 from barellm.cpu.lang.tausworthe import Streams
 from barellm.program.ops.pointwise.random import HALF
 from barellm.program.ops.pointwise.tausworthe import BLOCK
@@ -20,25 +18,19 @@ def dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, mode: str)
         position = row % seq
         dst, src = out.at(row * C), x.at(row * C)
 
-        def pair(block: Any, columns: int, part: int, offset: int) -> None:
-            """Two vectors, HALF columns apart, that share a call of the generator: call number `part` of a block of 2 HALF columns,
-            of which the row has the first `columns`; `offset`: the first vector's column in the block."""
-            for half, word in enumerate(random.words(k, key, position, block, part)):
-                left = columns - offset - half * HALF
-                if left <= 0:
+        for block, columns in blocks(k, C, 2 * HALF):
+            for part, offset in random.column_blocks(k.lanes):
+                if offset >= columns:
                     continue
-                mask = None if left >= k.lanes else k.mask_first(left)
-                c = k.int(block) * (2 * HALF) + offset + half * HALF
-                y = src.load(c, mask) * random.keep(k, word, rate)
-                dst.store(accumulate(k, dst, c, mask, y, mode), c, mask)
-
-        with k.loop(0, C // (2 * HALF)) as block:
-            for part, offset in random.column_blocks(k.lanes):
-                pair(block, 2 * HALF, part, offset)
-        if C % (2 * HALF):
-            for part, offset in random.column_blocks(k.lanes):
-                if offset < C % (2 * HALF):
-                    pair(C // (2 * HALF), C % (2 * HALF), part, offset)
+                # Two vectors, HALF columns apart, share call number `part` of the generator; the first is at `offset` in the block.
+                for half, word in enumerate(random.words(k, key, position, block, part)):
+                    left = columns - offset - half * HALF
+                    if left <= 0:
+                        continue
+                    mask = None if left >= k.lanes else k.mask_first(left)
+                    c = k.int(block) * (2 * HALF) + offset + half * HALF
+                    y = src.load(c, mask) * random.keep(k, word, rate)
+                    dst.store(accumulate(k, dst, c, mask, y, mode), c, mask)
 
 
 def tausworthe_dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, bits: str, mode: str) -> None:
@@ -50,28 +42,18 @@ def tausworthe_dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float,
         position = row % seq
         dst, src = out.at(row * C), x.at(row * C)
 
-        def apply_draw(streams: Streams, c: Value, columns: int) -> None:
-            """Apply the next draw of the HALF streams to the `columns` columns from c on."""
-            for part, word in enumerate(streams.draw()):
-                left = columns - part * k.lanes
-                if left > 0:
-                    mask = None if left >= k.lanes else k.mask_first(left)
-                    column = c + part * k.lanes
-                    y = src.load(column, mask) * random.keep(k, word, rate)
-                    dst.store(accumulate(k, dst, column, mask, y, mode), column, mask)
-
-        def block(number: Any, columns: int) -> None:
+        for number, columns in blocks(k, C, BLOCK):
             streams = Streams(k, bits, key, position, number)
             first = k.int(number) * BLOCK
-            with k.loop(0, columns // HALF) as draw:
-                apply_draw(streams, first + draw * HALF, HALF)
-            if columns % HALF:
-                apply_draw(streams, first + columns // HALF * HALF, columns % HALF)
-
-        with k.loop(0, C // BLOCK) as number:
-            block(number, BLOCK)
-        if C % BLOCK:
-            block(C // BLOCK, C % BLOCK)
+            for draw, size in blocks(k, columns, HALF):
+                c = first + draw * HALF  # the next draw of the HALF streams is for the `size` columns from c on
+                for part, word in enumerate(streams.draw()):
+                    left = size - part * k.lanes
+                    if left > 0:
+                        mask = None if left >= k.lanes else k.mask_first(left)
+                        column = c + part * k.lanes
+                        y = src.load(column, mask) * random.keep(k, word, rate)
+                        dst.store(accumulate(k, dst, column, mask, y, mode), column, mask)
 
 
 @lowering("dropout", "tausworthe_dropout", starts="y")

@@ -4,7 +4,7 @@ Flat kernels see elements, the others rows. A result that leaves the caches is w
 
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Value, kernel, lowering
+from barellm.cpu.kernel import KernelBuilder, Lowering, Op, kernel, lowering
 from barellm.cpu.kernels import loops
 from barellm.cpu.kernels.numbers import bits, number
 from barellm.cpu.kernels.pointwise.activations import EMITTERS
@@ -14,14 +14,14 @@ from barellm.program.tensor import Span
 
 @kernel("add", constants=lambda op: loops.flat(op.y))
 def add(k: KernelBuilder, y, a, b, *, dims, width, mode_y) -> None:
-    loops.elementwise_map(
-        k, k.num_elements(dims) * width, y, lambda i, mask: a.load(i, mask) + b.load(i, mask), unroll=4, mode=mode_y
-    )
+    for i, mask, put in loops.elementwise(k, k.num_elements(dims) * width, y, unroll=4, mode=mode_y):
+        put(a.load(i, mask) + b.load(i, mask))
 
 
 def rescale(k: KernelBuilder, y, x, factor, *, dims, width, mode) -> None:
     multiplier = k.to(number(k, factor), "float")
-    loops.elementwise_map(k, k.num_elements(dims) * width, y, lambda i, mask: x.load(i, mask) * multiplier, unroll=4, mode=mode)
+    for i, mask, put in loops.elementwise(k, k.num_elements(dims) * width, y, unroll=4, mode=mode):
+        put(x.load(i, mask) * multiplier)
 
 
 @lowering("rescale", starts="y")
@@ -42,39 +42,37 @@ def columns_or_flat(op: Op) -> dict[str, Any]:
 def cast(k: KernelBuilder, y, x, *, columns, inner, dims, width, mode_y) -> None:
     """y = x, converted to the dtype of y, which may be a view (`columns_or_flat`); stored or added (mode_y)."""
     if columns is None:
-        loops.elementwise_map(k, k.num_elements(dims) * width, y, x.load, unroll=4, mode=mode_y)
+        for i, mask, put in loops.elementwise(k, k.num_elements(dims) * width, y, unroll=4, mode=mode_y):
+            put(x.load(i, mask))
         return
     C, stride, lines = columns
-
-    def vectors(row: Value) -> loops.Vectors:
+    for row, vectors in loops.write_rows(k, k.num_elements(dims) * inner, C, [(y, stride, mode_y)], lines=lines):
         src = x.at(row * C)
-        return lambda c, mask: [src.load(c, mask)]
-
-    loops.foreach_row(k, k.num_elements(dims) * inner, C, [(y, stride, mode_y)], vectors, lines=lines)
+        for c, mask, put in vectors:
+            put(src.load(c, mask))
 
 
 @kernel("zeros", constants=columns_or_flat, views="y")
 def zeros(k: KernelBuilder, y, *, columns, inner, dims, width, mode_y) -> None:
     zero = k.to(0.0, k.vec)
     if columns is None:
-        loops.elementwise_map(k, k.num_elements(dims) * width, y, lambda i, mask: zero, mode=mode_y)
+        for _, _, put in loops.elementwise(k, k.num_elements(dims) * width, y, mode=mode_y):
+            put(zero)
         return
     C, stride, lines = columns
-    loops.foreach_row(k, k.num_elements(dims) * inner, C, [(y, stride, mode_y)], lambda row: lambda c, mask: [zero], lines=lines)
+    for _, vectors in loops.write_rows(k, k.num_elements(dims) * inner, C, [(y, stride, mode_y)], lines=lines):
+        for _, _, put in vectors:
+            put(zero)
 
 
 def activation(k: KernelBuilder, y, x, *, name, dims, width, mode_y) -> None:
-    def vector(i, mask):
-        return EMITTERS[name].value(k, x.load(i, mask), "fp32")
-
-    loops.elementwise_map(k, k.num_elements(dims) * width, y, vector, mode=mode_y)
+    for i, mask, put in loops.elementwise(k, k.num_elements(dims) * width, y, mode=mode_y):
+        put(EMITTERS[name].value(k, x.load(i, mask), "fp32"))
 
 
 def activation_backward(k: KernelBuilder, dx, dy, x, *, name, dims, width, mode_dx) -> None:
-    def vector(i, mask):
-        return dy.load(i, mask) * EMITTERS[name].slope(k, x.load(i, mask), "fp32")
-
-    loops.elementwise_map(k, k.num_elements(dims) * width, dx, vector, mode=mode_dx)
+    for i, mask, put in loops.elementwise(k, k.num_elements(dims) * width, dx, mode=mode_dx):
+        put(dy.load(i, mask) * EMITTERS[name].slope(k, x.load(i, mask), "fp32"))
 
 
 def _register(name: str) -> None:
@@ -92,11 +90,8 @@ for _name in EMITTERS:
 def bias(k: KernelBuilder, y, x, bias, *, C, dims, inner, mode_y) -> None:
     with k.parallel_range(k.num_elements(dims) * inner, loops.row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         dst, src = y.at(row * C), x.at(row * C)
-
-        def body(c, mask, j):
+        for c, mask, _ in loops.columns(k, C):
             dst.store(loops.accumulate(k, dst, c, mask, src.load(c, mask) + bias.load(c, mask), mode_y), c, mask)
-
-        loops.foreach_column(k, C, body)
 
 
 @kernel("last_row", constants=lambda op: {"C": int(op.x.shape[-1])})
@@ -105,6 +100,5 @@ def last_row(k: KernelBuilder, y, x, *, C, mode_y) -> None:
     seq = k.scalar("seq")
     with k.parallel_for(k.scalar("batch")) as b:
         dst, src = y.at(b * C), x.at(((b + 1) * seq - 1) * C)
-        loops.foreach_column(
-            k, C, lambda c, mask, j: dst.store(loops.accumulate(k, dst, c, mask, src.load(c, mask), mode_y), c, mask)
-        )
+        for c, mask, _ in loops.columns(k, C):
+            dst.store(loops.accumulate(k, dst, c, mask, src.load(c, mask), mode_y), c, mask)

@@ -33,11 +33,8 @@ def gate_logits(k: KernelBuilder, z, x, extra, weight, *, N, widths, strides, di
             sums, first = loops.new_accumulators(k, loops.ROW_UNROLL), 0
             for src, columns in zip(x_rows, widths, strict=True):
                 w = weight.at(n * K + first)
-
-                def body(c: Any, mask: Value | None, j: int, src=src, w=w, sums=sums) -> None:
+                for c, mask, j in loops.columns(k, columns):
                     sums[j].value = k.fma(src.load(c, mask), w.load(c, mask), sums[j].value)
-
-                loops.foreach_column(k, columns, body)
                 first += columns
             z.put(k.sum(loops.tree_reduce(sums, add)), row * N + n)
 
@@ -142,23 +139,21 @@ def gated(k: KernelBuilder, y, base, x, z, factor, *, batch, seq, C, N, strides,
         rows * (C * y.itemsize) > loops.STREAM_BYTES if mode_y == "store" and D % (loops.ROW_UNROLL * k.lanes) == 0 else None
     )
     with k.parallel_range(rows, loops.row_grain(C)) as (begin, end), k.loop(begin, end) as row:
-        loops.foreach_column(k, N, lambda c, mask, j: gates.store(factor_scale * sigmoid(k, z.at(row * N).load(c, mask)), c, mask))
+        for c, mask, _ in loops.columns(k, N):
+            gates.store(factor_scale * sigmoid(k, z.at(row * N).load(c, mask)), c, mask)
         dst, base_row = y.at(row * C), None if base is None else base.at(row * stride["base"])
         source = x.at((row - shift) * stride["x"])
 
         def write_group(n: Value, *, has_source: bool) -> None:
             """Write the columns of group n of this row; without a source (the first `shift` positions) y = base, or zero."""
             gate = k.splat(gates.get(n))
-
-            def vector(c: Any, mask: Value | None) -> Value:
+            for c, mask, put in loops.write_row(k, dst.at(n * D), D, nontemporal=nontemporal):
                 column = n * D + c
                 value = k.to(0.0, k.vec) if base_row is None else base_row.load(column, mask)
                 if has_source:
                     gated_x = source.load(column, mask)
                     value = gated_x * gate if base_row is None else k.fma(gated_x, gate, value)
-                return loops.accumulate(k, dst, column, mask, value, mode_y)
-
-            loops.write_row(k, dst.at(n * D), D, vector, nontemporal=nontemporal)
+                put(loops.accumulate(k, dst, column, mask, value, mode_y))
 
         def write_groups(*, has_source: bool) -> None:
             with k.loop(0, N) as n:
@@ -211,28 +206,24 @@ def gated_backward(
                 """Write dx of the columns of gate n, and dots[n] = their sum of dy x, which dz needs, in one pass over them."""
                 gate, sums = k.splat(gates.get(n)) * factor_scale, loops.new_accumulators(k, loops.ROW_UNROLL)
                 chains = cycle(range(loops.ROW_UNROLL))  # consecutive vectors go to different accumulators
-
-                def vector(c: Any, mask: Value | None) -> Value:
+                for c, mask, put in loops.write_row(k, dst_row.at(n * D), D, nontemporal=nontemporal):
                     column, chain = n * D + c, sums[next(chains)]
                     d = dy_row.load(column, mask)
                     chain.value = k.fma(d, src.load(column, mask), chain.value)
-                    return loops.accumulate(k, dst_row, column, mask, d * gate, modes[0])
-
-                loops.write_row(k, dst_row.at(n * D), D, vector, nontemporal=nontemporal)
+                    put(loops.accumulate(k, dst_row, column, mask, d * gate, modes[0]))
                 dots.put(k.sum(loops.tree_reduce(sums, add)), n)
 
-            def gate_gradient(c: Any, mask: Value | None, j: int) -> None:
-                """Write dz of the gates from c on, and add up their part of the factor's gradient."""
-                s, dot = gates.load(c, mask), dots.load(c, mask)
-                if factor is not None:
-                    total.value = k.fma(s, dot, total.value)
-                store_dz(c, mask, factor_scale * (s * (1.0 - s)) * dot)
-
             def gated_row(logits=logits) -> None:
-                loops.foreach_column(k, N, lambda c, mask, j: gates.store(sigmoid(k, logits.load(c, mask)), c, mask))
+                """Write dx and dz of a row whose gates have an x, and add up its part of the factor's gradient."""
+                for c, mask, _ in loops.columns(k, N):
+                    gates.store(sigmoid(k, logits.load(c, mask)), c, mask)
                 with k.loop(0, N) as n:
                     group(n)
-                loops.foreach_column(k, N, gate_gradient)
+                for c, mask, _ in loops.columns(k, N):
+                    s, dot = gates.load(c, mask), dots.load(c, mask)
+                    if factor is not None:
+                        total.value = k.fma(s, dot, total.value)
+                    store_dz(c, mask, factor_scale * (s * (1.0 - s)) * dot)
 
             if not shift:
                 gated_row()
@@ -240,15 +231,14 @@ def gated_backward(
                 t = row % T
                 first = t < shift  # positions whose gates have no x
                 with k.when(first):
-                    loops.foreach_column(k, N, lambda c, mask, j: store_dz(c, mask, 0.0))
+                    for c, mask, _ in loops.columns(k, N):
+                        store_dz(c, mask, 0.0)
                 with k.otherwise(first):
                     gated_row()
                 last = dx.at(row * stride["dx"])  # of the last `shift` positions no gate reads x
                 with k.when(t >= T - shift):
-                    loops.write_row(
-                        k, last, C, lambda c, mask: loops.accumulate(k, last, c, mask, k.to(0.0, k.vec), modes[0]),
-                        nontemporal=None,
-                    )  # fmt: skip
+                    for _, _, put in loops.write_row(k, last, C, nontemporal=None, mode=modes[0]):
+                        put(k.to(0.0, k.vec))
         if derivative is not None:
             assert dst is not None
             dst.put(k.lane(derivative, 0) * k.sum(total.value), 0)

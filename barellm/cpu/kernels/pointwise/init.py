@@ -56,12 +56,9 @@ def lower_random_init(op: Op, c: Lowering) -> None:
 
 def constant_init(k: KernelBuilder, param, param_lo, n, valid, *, value) -> None:
     weights = storage.Weight(k, param, param_lo)
-
-    def body(i, mask, j):
-        weights.store(k.select(k.mask_first(valid - i), k.to(value, k.vec), 0.0), i, mask)
-
     with k.parallel_range(n, loops.GRAIN) as (begin, end):
-        loops.foreach_vector(k, begin, end, body)
+        for i, mask, _ in loops.vectors(k, begin, end):
+            weights.store(k.select(k.mask_first(valid - i), k.to(value, k.vec), 0.0), i, mask)
 
 
 @lowering("constant_init", floats="fp32 bf16", also={"param": PLANES})

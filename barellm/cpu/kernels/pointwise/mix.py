@@ -33,17 +33,14 @@ def mix(k: KernelBuilder, y, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, dims, w
     """y = the sum of k_i x_i over len(numbers) terms (1 to 4; further x_i and k_i are None), stored or added (mode_y)."""
     factors = [coefficient(k, number, p) for number, p in zip(numbers, (k0, k1, k2, k3), strict=False)]
     (first, first_factor), *others = zip((x0, x1, x2, x3), factors, strict=False)
-
-    def vector(i: Any, mask: Value | None) -> Value:
+    for i, mask, put in loops.elementwise(k, k.num_elements(dims) * width, y, unroll=4, mode=mode_y):
         total = first.load(i, mask)
         total = total if first_factor is None else total * first_factor
         prefetch_streams(k, i, [first, *(x for x, _ in others)])
         for x, factor in others:
             value = x.load(i, mask)
             total = total + value if factor is None else k.fma(value, factor, total)
-        return total
-
-    loops.elementwise_map(k, k.num_elements(dims) * width, y, vector, unroll=4, mode=mode_y)
+        put(total)
 
 
 def mix_backward(

@@ -4,8 +4,8 @@ stride: gate and up are often the two halves of one fused GEMM, and their gradie
 
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Op, Value, kernel
-from barellm.cpu.kernels.loops import Vectors, foreach_row, shape_of, whole_cache_lines
+from barellm.cpu.kernel import KernelBuilder, Op, kernel
+from barellm.cpu.kernels.loops import shape_of, whole_cache_lines, write_rows
 from barellm.cpu.kernels.pointwise.activations import EMITTERS
 from barellm.program.ops.pointwise.swiglu import GATED
 
@@ -22,11 +22,10 @@ def swiglu(k: KernelBuilder, y, gate, up, *, name, F, strides, lines, dims, inne
     """y = act(gate) up."""
     stride, value = dict(strides), EMITTERS[name].value
 
-    def vectors(row: Value) -> Vectors:
+    for row, columns in write_rows(k, k.num_elements(dims) * inner, F, [(y, stride["y"], mode_y)], lines=lines):
         g, u = gate.at(row * stride["gate"]), up.at(row * stride["up"])
-        return lambda c, mask: [value(k, g.load(c, mask), y.dtype) * u.load(c, mask)]
-
-    foreach_row(k, k.num_elements(dims) * inner, F, [(y, stride["y"], mode_y)], vectors, lines=lines)
+        for c, mask, put in columns:
+            put(value(k, g.load(c, mask), y.dtype) * u.load(c, mask))
 
 
 def swiglu_backward(
@@ -34,19 +33,13 @@ def swiglu_backward(
 ) -> None:
     """dgate = dy up act'(gate) and dup = dy act(gate), each stored or added (mode_dgate, mode_dup)."""
     stride, both = dict(strides), EMITTERS[name].both
-
-    def vectors(row: Value) -> Vectors:
+    outs = [(dgate, stride["dgate"], mode_dgate), (dup, stride["dup"], mode_dup)]
+    for row, columns in write_rows(k, k.num_elements(dims) * inner, F, outs, lines=lines):
         d, g, u = (p.at(row * stride[name]) for p, name in ((dy, "dy"), (gate, "gate"), (up, "up")))
-
-        def gradients(c: Any, mask: Value | None) -> list[Value]:
+        for c, mask, put in columns:
             value, slope = both(k, g.load(c, mask), dgate.dtype)
             dy_vector = d.load(c, mask)
-            return [dy_vector * u.load(c, mask) * slope, dy_vector * value]
-
-        return gradients
-
-    outs = [(dgate, stride["dgate"], mode_dgate), (dup, stride["dup"], mode_dup)]
-    foreach_row(k, k.num_elements(dims) * inner, F, outs, vectors, lines=lines)
+            put(dy_vector * u.load(c, mask) * slope, dy_vector * value)
 
 
 for _op in GATED.values():

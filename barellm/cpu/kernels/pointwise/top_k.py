@@ -8,7 +8,8 @@ the values. A thread keeps the keys of its row in scratch."""
 from contextlib import nullcontext
 
 from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, Var, kernel, lowering
-from barellm.cpu.kernels.loops import foreach_column, shape_of, tree_reduce
+from barellm.cpu.kernels import loops
+from barellm.cpu.kernels.loops import shape_of, tree_reduce
 
 CHAINS = 4  # independent accumulation chains
 INFINITY = 0x7F800000
@@ -26,12 +27,9 @@ def count(k: KernelBuilder, keys: Pointer, C: int, least: Value) -> Value:
     """How many of the C keys of a row are >= `least` (i64), counted lane by lane in CHAINS accumulators."""
     sums = [k.var(k.to(0, k.ivec)) for _ in range(CHAINS)]
     bound = k.splat(least)
-
-    def body(c, mask, j):
+    for c, mask, j in loops.columns(k, C, unroll=CHAINS):
         reaches = keys.load(c, mask) >= bound
         sums[j].value = sums[j].value + k.select(reaches if mask is None else reaches & mask, k.to(1, k.ivec), 0)
-
-    foreach_column(k, C, body, unroll=CHAINS)
     return k.to(k.sum(tree_reduce(sums, lambda a, b: a + b)), "i64")
 
 
@@ -62,13 +60,10 @@ def collect(k: KernelBuilder, keys: Pointer, selected: Pointer, columns: Pointer
             ties.value = ties.value - k.to(tie, "i64")
 
     bound = k.splat(least)
-
-    def body(c, mask, j):
+    for c, mask, _ in loops.columns(k, C, unroll=1):
         reaches = keys.load(c, mask) >= bound
         with k.set_lanes(reaches if mask is None else reaches & mask) as lane:
             append(k.int(c) + lane)
-
-    foreach_column(k, C, body, unroll=1)
 
 
 def rank_of(k: KernelBuilder, selected: Pointer, K: int, i: Value) -> Value:
@@ -76,14 +71,11 @@ def rank_of(k: KernelBuilder, selected: Pointer, K: int, i: Value) -> Value:
     key, rank = selected.get(i), Var(k, k.to(0, k.ivec))
     key_lanes = k.splat(key)
     limit = k.splat(i)
-
-    def body(c, mask, _):
+    for c, mask, _ in loops.columns(k, K, unroll=1):
         other = selected.load(c, mask)
         lower_column = (k.iota() + k.splat(k.int(c))) < limit  # they are in the order of their columns
         precedes = (other > key_lanes) | (other.equals(key_lanes) & lower_column)
         rank.value = rank.value + k.select(precedes if mask is None else precedes & mask, k.to(1, k.ivec), 0)
-
-    foreach_column(k, K, body, unroll=1)
     return k.to(k.sum(rank.value), "i64")
 
 
@@ -94,7 +86,8 @@ def top_k(k: KernelBuilder, values, indices, x, *, C, K, dims, inner) -> None:
     selected, columns = keys.at(padded(C)), keys.at(padded(C) + padded(K))
     with k.parallel_for(k.num_elements(dims) * inner) as row:
         src, dst, index_row = x.at(row * C), values.at(row * K), indices.at(row * K)
-        foreach_column(k, C, lambda c, mask, j: keys.store_raw(key_of(k, src.load(c, mask)), c, mask))
+        for c, mask, _ in loops.columns(k, C):
+            keys.store_raw(key_of(k, src.load(c, mask)), c, mask)
         collect(k, keys, selected, columns, C, K, threshold(k, keys, C, K))
         with k.loop(0, K) as i:
             rank, column = rank_of(k, selected, K, i), columns.get(i)
@@ -126,7 +119,7 @@ def top_k_dx(k: KernelBuilder, dx, dvalues, indices, *, C, K, dims, inner, mode_
         dst, src, index_row = dx.at(row * C), dvalues.at(row * K), indices.at(row * K)
 
         with nullcontext() if adds is None else k.otherwise(adds):
-            foreach_column(k, C, lambda c, mask, j: dst.store(0.0, c, mask))
+            loops.fill(k, dst, 0.0, C)
         with k.loop(0, K) as i:
             column, new = index_row.get(i), src.get(i)
             dst.put(new if adds is None else new + dst.get(column), column)

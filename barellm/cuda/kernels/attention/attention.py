@@ -11,10 +11,12 @@ Sliding windows and document masks (attention_mask.py) skip blocks of keys that 
 
 Tuples of constants that the kernels of attention take (None or -1: absent):
 
-    HEADS    H, GROUP_SIZE, D, DP                 STRIDES  elements from a row to the next, of q, k, v
-    DROPOUT  threshold of a random word, 1 / (1 - rate)        OFFSETS  from q's columns to k's and v's, if all are in one tensor
-    SCALES   softmax scale times log2(e), so that a probability is one fma and one exp2; index of a run-time scale's scalar
-    MASKING  causal, local (windows or documents), index of the run-time window's scalar, FOLD
+    STRIDES  elements from a row to the next, of q, k, v       OFFSETS  from q's columns to k's and v's, if all are in one tensor
+    DROPOUT  threshold of a random word, 1 / (1 - rate)
+    SCALES   softmax scale times log2(e), so that a probability is one fma and one exp2; index of a run-time scale's scalar; the
+             soft cap of the scores, or 0
+
+Of the mask (attention_mask.py): CAUSAL; LOCAL, whether there are windows or documents; WINDOW; FOLD.
 
 Operands and names that recur: `starts`: first positions of documents; `seq`: positions of a sequence; `stream`: number of dropout's
 random stream, `key` its Threefry key; m0, n0: first query and key of a block, BM and BN its size; `count`: keys of the sequence.
@@ -26,8 +28,6 @@ cp.async, `num_stages` in flight; Triton places the waits and two barriers for e
 Over the P = T (T + 1) / 2 pairs of a head, or T^2, it does 4 P D operations. It moves q, k, v, out and lse once, and keys and
 values T / BM times from L2."""
 
-from __future__ import annotations
-
 from math import e, log2
 from typing import Any
 
@@ -36,6 +36,7 @@ from barellm.cuda.attention_config import AttentionConfig, padded_head_size
 from barellm.cuda.kernel import Lowering, lowering
 from barellm.cuda.kernels.attention import hopper_attention
 from barellm.cuda.kernels.attention.attention_mask import (
+    LOG2_E,
     LOWEST,
     MASK_CAUSAL,
     MASK_LENGTH,
@@ -43,10 +44,12 @@ from barellm.cuda.kernels.attention.attention_mask import (
     apply_mask,
     first_visible_key,
     mask_constants,
-    softmax_scale_of,
+    score_unit,
+    soft_cap,
+    softmax_scale,
 )
 from barellm.cuda.kernels.attention.attention_tiles import kv_pointer, load_rows, store_rows
-from barellm.cuda.kernels.common import SAMPLE
+from barellm.cuda.kernels.common import SAMPLE, axis_size
 from barellm.cuda.kernels.pointwise.random import calls, sample_key, words
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.integers import ceil_div
@@ -54,11 +57,11 @@ from barellm.program.ops.pointwise.random import keep_scale, threshold
 from barellm.program.tensor import Tensor
 from barellm.runtime.tuner.problem import given_config
 
-LN_2, LOG2_E = constant(1 / log2(e)), constant(log2(e))
+LN_2 = constant(1 / log2(e))
 
 
 @device
-def dropout_mask(key, head, m0, n0, H: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, THRESHOLD: tl.constexpr):
+def dropout_mask(key, head, m0, n0, H, BM, BN, THRESHOLD):
     """The mask (BM, BN), from query m0 and key n0 on, of what dropout keeps. Rows of the random stream are (query, head), columns
     keys."""
     k0, k1 = key
@@ -75,23 +78,22 @@ def dropout_mask(key, head, m0, n0, H: tl.constexpr, BM: tl.constexpr, BN: tl.co
 @device
 def attend_keys(
     acc, row_sum, row_max, q, k_rows, v_rows, m0, begin, end, count, first_key, scale_log2, key, head,
-    MASK: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr, PAIR_STRIDE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    MASK, CAP, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
 ):  # fmt: skip
     """Online softmax of queries q (BM, DP) over the keys [begin, end): returns the updated acc (BM, DP), row_sum (BM) and row_max
     (BM) fp32, the maximum in units of log2(e). k_rows, v_rows: pointers to the head's keys and values. `first_key` (BM,): the first
     visible key of each query under a local mask, else None."""
-    H: tl.constexpr = HEADS[0]
-    D: tl.constexpr = HEADS[2]
-    DP: tl.constexpr = HEADS[3]
+    unit = score_unit(scale_log2, CAP)
     for n0 in range(begin, end, BN):
         k = load_rows(k_rows, n0, count, STRIDES[1], BN, D, DP, PAIR_STRIDE)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if CAP > 0:
+            s = soft_cap(s, scale_log2, CAP)
         s = apply_mask(s, m0 + tl.arange(0, BM)[:, None], n0 + tl.arange(0, BN)[None, :], count, MASK, float("-inf"))
         if first_key is not None:
             s = tl.where(first_key[:, None] <= n0 + tl.arange(0, BN)[None, :], s, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
-        p = tl.math.exp2(s * scale_log2 - new_max[:, None])
+        new_max = tl.maximum(row_max, tl.max(s, 1) * unit)
+        p = tl.math.exp2(s * unit - new_max[:, None])
         rescale = tl.math.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         if DROPOUT[0] > 0:
@@ -105,19 +107,11 @@ def attend_keys(
 @device
 def attention_forward(
     out, lse, q, k, v, starts, scalars, seq, stream,
-    SCALES: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr, OFFSETS: tl.constexpr,
-    MASKING: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SCALES, DROPOUT, H, GROUP_SIZE, D, DP, STRIDES, OFFSETS, CAUSAL, LOCAL, WINDOW, FOLD, BM, BN,
 ):  # fmt: skip
     """out and lse of a block of BM queries of one head; the last block, which has the most keys, starts first. Causal: keys before
     the block's first query need no mask, so there are two loops. Full: one loop, which masks every block for keys beyond the last,
     because with a second loop ptxas waits for each matmul of the first. Grid: blocks of queries, heads of all sequences."""
-    H: tl.constexpr = HEADS[0]
-    GROUP_SIZE: tl.constexpr = HEADS[1]
-    D: tl.constexpr = HEADS[2]
-    DP: tl.constexpr = HEADS[3]
-    CAUSAL: tl.constexpr = MASKING[0]
-    WINDOW: tl.constexpr = MASKING[2]
-    FOLD: tl.constexpr = MASKING[3]
     C: tl.constexpr = H * D
     PAIR_STRIDE: tl.constexpr = (FOLD - 1) * (H // GROUP_SIZE) * D  # of k and v
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
@@ -128,13 +122,11 @@ def attention_forward(
     key = (0, 0)
     if DROPOUT[0] > 0:
         key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
-    scale_log2 = SCALES[0]
-    if SCALES[1] >= 0:
-        scale_log2 = softmax_scale_of(scalars, SCALES[1], LOG2_E)
+    scale_log2 = softmax_scale(scalars, SCALES[0], SCALES[1], LOG2_E)
     queries = load_rows(q + token0 * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP, (FOLD - 1) * C)
     acc, row_sum = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
     begin, first_key = 0, None
-    if MASKING[1]:
+    if LOCAL:
         if starts is not None:
             starts += sequence.to(tl.int64) * (seq // FOLD)
         begin = first_visible_key(starts, scalars, m0, WINDOW, FOLD) // BN * BN
@@ -146,12 +138,12 @@ def attention_forward(
     if CAUSAL:
         acc, row_sum, row_max = attend_keys(
             acc, row_sum, row_max, queries, k, v, m0, begin, m0, seq, first_key, scale_log2, key, head,
-            MASK_NONE, DROPOUT, HEADS, STRIDES, PAIR_STRIDE, BM, BN,
+            MASK_NONE, SCALES[2], DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
         )  # fmt: skip
         begin, stop = m0, min(m0 + BM, seq)
     acc, row_sum, row_max = attend_keys(
         acc, row_sum, row_max, queries, k, v, m0, begin, stop, seq, first_key, scale_log2, key, head,
-        MASK_CAUSAL if CAUSAL else MASK_LENGTH, DROPOUT, HEADS, STRIDES, PAIR_STRIDE, BM, BN,
+        MASK_CAUSAL if CAUSAL else MASK_LENGTH, SCALES[2], DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
     )  # fmt: skip
     m = m0 + tl.arange(0, BM)
     tl.store(lse + tl.program_id(1).to(tl.int64) * seq + m, (row_max + tl.math.log2(row_sum)) * LN_2, mask=m < seq)
@@ -166,10 +158,11 @@ def head_sizes(op: Any) -> tuple[int, int, int]:
 
 
 def constants_of(op: Any) -> dict[str, Any]:
-    """The tuples of constants of an attention op: HEADS, STRIDES, OFFSETS, SCALES, MASKING, DROPOUT."""
+    """The constants of an attention op: the head's sizes, STRIDES, OFFSETS, SCALES, those of the mask, DROPOUT."""
     H, D, DP = head_sizes(op)
     return {
-        "HEADS": (H, op.heads // op.kv_heads, D, DP), "STRIDES": tuple(x.row_stride for x in (op.q, op.k, op.v)),
+        "H": H, "GROUP_SIZE": op.heads // op.kv_heads, "D": D, "DP": DP,
+        "STRIDES": tuple(x.row_stride for x in (op.q, op.k, op.v)),
         "OFFSETS": tuple(offset_from_q(op.q, x) for x in (op.k, op.v)), **mask_constants(op, D),
         "DROPOUT": (threshold(op.rate), keep_scale(op.rate)),
     }  # fmt: skip
@@ -192,19 +185,6 @@ def blocks(op: Any, heads: int, size: int, chunks: int = 1) -> Any:
     return lambda s: (ceil_div(s.seq * fold, size), s.batch * (heads // fold), chunks)
 
 
-def sequence_length(op: Any) -> Any:
-    """A function of the run's sizes: the positions of a sequence."""
-    return twice if op.paired else seq
-
-
-def twice(s: Any) -> int:
-    return 2 * s.seq
-
-
-def seq(s: Any) -> int:
-    return s.seq
-
-
 def masked_config_of(op: Any, c: Lowering, operation: str) -> AttentionConfig:
     """The given or the default configuration of a kernel whose queries see some of the keys only."""
     head = padded_head_size(int(op.out.shape[-1]) // op.heads)
@@ -214,9 +194,9 @@ def masked_config_of(op: Any, c: Lowering, operation: str) -> AttentionConfig:
 
 def config_of(op: Any, c: Lowering, operation: str) -> AttentionConfig:
     """The configuration of a kernel (`operation`: attention_config.py): given, tuned for these sizes, or the default. Local masks
-    are not tuned: their windows change from step to step."""
+    are not tuned, as their windows change from step to step, nor are soft caps, which need registers of their own."""
     batch, length, C = (int(n) for n in op.out.shape)
-    if op.bounded:
+    if op.bounded or op.softcap:
         return masked_config_of(op, c, operation)
     heads, kv_heads = op.heads // op.fold, op.kv_heads // op.fold if op.kv_heads != op.heads else 0
     sizes = op.fold * length, heads, C // op.heads, threshold(op.rate) > 0, kv_heads
@@ -239,6 +219,6 @@ def lower_attention(op: Any, c: Lowering) -> None:
     if t.warp_specialized:
         return hopper_attention.launch_forward(op, c, t, constants["SCALES"][0])
     c.launch(
-        attention_forward, operands_of(op) | {"seq": sequence_length(op), "stream": int(op.stream)},
+        attention_forward, operands_of(op) | {"seq": axis_size(op.q, 1, op.fold), "stream": int(op.stream)},
         constants | {"BM": t.queries, "BN": t.keys}, grid=blocks(op, op.heads, t.queries), **options(t),
     )  # fmt: skip

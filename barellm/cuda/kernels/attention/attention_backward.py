@@ -13,53 +13,37 @@ Names: p: probabilities, dp = dout v^T, ds = p (dp - delta) the gradient of the 
 query lse / ln 2, delta, and with a local mask the first visible key. Paired heads: PAIR_STRIDES of q and of k, v
 (attention_tiles.py)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda import attention_config
 from barellm.cuda.attention_config import HEAD_SIZE_CHUNK, MAX_HEAD_SIZE_DKV, AttentionConfig
 from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.attention.attention import (
-    LOG2_E,
-    blocks,
-    config_of,
-    constants_of,
-    dropout_mask,
-    head_sizes,
-    operands_of,
-    options,
-    sequence_length,
-)
+from barellm.cuda.kernels.attention.attention import blocks, config_of, constants_of, dropout_mask, head_sizes, operands_of, options
 from barellm.cuda.kernels.attention.attention_mask import (
+    LOG2_E,
     MASK_CAUSAL,
     MASK_LENGTH,
     MASK_NONE,
     apply_mask,
     constant_scale,
     first_visible_key,
-    softmax_scale_of,
+    score_unit,
+    soft_cap,
+    softmax_scale,
     visible_queries_end,
 )
 from barellm.cuda.kernels.attention.attention_tiles import dot_over_columns, kv_pointer, load_columns, load_rows, store_rows
 from barellm.cuda.kernels.attention.hopper_attention_backward import STATS, launch_backward
-from barellm.cuda.kernels.common import SAMPLE
+from barellm.cuda.kernels.common import SAMPLE, axis_size
 from barellm.cuda.kernels.pointwise.random import sample_key
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 
 
 @device
-def attention_stats(
-    stats, out, dout, lse, starts, scalars, seq, HEADS: tl.constexpr, MASKING: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
+def attention_stats(stats, out, dout, lse, starts, scalars, seq, H, D, DP, LOCAL, WINDOW, FOLD, BM):
     """stats of BM queries of a head: lse / ln 2 and delta, the sum of dout * out over its columns; with a local mask also the first
     visible key, which fp32 holds exactly up to 2^24. Grid: blocks of queries, heads of all sequences."""
-    H: tl.constexpr = HEADS[0]
-    D: tl.constexpr = HEADS[2]
-    DP: tl.constexpr = HEADS[3]
-    WINDOW: tl.constexpr = MASKING[2]
-    FOLD: tl.constexpr = MASKING[3]
     C: tl.constexpr = H * D
     m0 = tl.program_id(0) * BM
     first_row = tl.program_id(1).to(tl.int64) * seq
@@ -69,7 +53,7 @@ def attention_stats(
     query_stats = stats + STATS * (first_row + m)
     tl.store(query_stats, tl.load(lse + first_row + m, mask=m < seq, other=0.0) * LOG2_E, mask=m < seq)
     tl.store(query_stats + 1, tl.sum(out_block.to(tl.float32) * dout_block.to(tl.float32), 1), mask=m < seq)
-    if MASKING[1]:
+    if LOCAL:
         if starts is not None:
             starts += (tl.program_id(1) // H).to(tl.int64) * (seq // FOLD)
         first_key = first_visible_key(starts, scalars, tl.minimum(m, seq - 1), WINDOW, FOLD)
@@ -77,7 +61,7 @@ def attention_stats(
 
 
 @device
-def stats_of(stats, m0, count, LOCAL: tl.constexpr, BM: tl.constexpr):
+def stats_of(stats, m0, count, LOCAL, BM):
     """Load (lse / ln 2, delta, first visible key as i32; 0 unless LOCAL) of the queries from m0 on, (BM,) each, zeros beyond
     `count`. One load of as many elements as the program has threads: with fewer, Triton would have each thread load all that its
     scores need: 16 of a block of 64, and twice."""
@@ -92,15 +76,11 @@ def stats_of(stats, m0, count, LOCAL: tl.constexpr, BM: tl.constexpr):
 @device
 def add_queries(
     dk, dv, k, v, q_rows, k_rows, v_rows, dout, stats, m0, n0, count, first, scale_log2, key, head,
-    CAUSAL: tl.constexpr, LOCAL: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr,
-    PAIR_STRIDES: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL, LOCAL, CAP, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDES, DC, BM, BN,
 ):  # fmt: skip
     """Add what BM queries from m0 on contribute to dk and dv (BN, DC), the DC columns from `first` on, of the keys from n0 on.
     Scores are transposed, (BN, BM), so no operand of a matmul must change its layout. k, v: blocks in registers, or None where DC <
     DP and k_rows and v_rows are read again. Queries beyond `count` are zeros, and so is what they add."""
-    H: tl.constexpr = HEADS[0]
-    D: tl.constexpr = HEADS[2]
-    DP: tl.constexpr = HEADS[3]
     C: tl.constexpr = H * D
     m = m0 + tl.arange(0, BM)
     if DC == DP:
@@ -110,7 +90,9 @@ def add_queries(
         q = load_columns(q_rows + first, m0, count, D - first, STRIDES[0], BM, DC, PAIR_STRIDES[0])
         s = dot_over_columns(k_rows, q_rows, n0, m0, count, STRIDES[1], STRIDES[0], PAIR_STRIDES[1], PAIR_STRIDES[0], BN, BM, D, DC)
     lse, delta, first_key = stats_of(stats, m0, count, LOCAL, BM)
-    p = tl.math.exp2(s * scale_log2 - lse[None, :])
+    if CAP > 0:
+        s = soft_cap(s, scale_log2, CAP)
+    p = tl.math.exp2(s * score_unit(scale_log2, CAP) - lse[None, :])
     if CAUSAL:
         p = tl.where(m[None, :] >= n0 + tl.arange(0, BN)[:, None], p, 0.0)
     if LOCAL:
@@ -127,15 +109,17 @@ def add_queries(
         p_dropped, dp = tl.where(kept, p * DROPOUT[1], 0.0), tl.where(kept, dp * DROPOUT[1], 0.0)
     dv = tl.dot(p_dropped.to(dout_block.dtype), dout_block, dv, input_precision="ieee")
     ds = p * (dp - delta[None, :])
+    if CAP > 0:
+        ds = ds * (1.0 - s * s)
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
 
 @device
 def attention_dkv(
-    dk, dv, q, k, v, dout, stats, starts, scalars, seq, stream, SCALES: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr,
-    STRIDES: tl.constexpr, OFFSETS: tl.constexpr, MASKING: tl.constexpr, SOFTMAX_SCALE: tl.constexpr, DKV_MODES: tl.constexpr,
-    DKV_STRIDES: tl.constexpr, DC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    dk, dv, q, k, v, dout, stats, starts, scalars, seq, stream,
+    SCALES, DROPOUT, H, GROUP_SIZE, D, DP, STRIDES, OFFSETS, CAUSAL, LOCAL, WINDOW, FOLD, SOFTMAX_SCALE, DKV_MODES, DKV_STRIDES,
+    DC, BM, BN,
 ):  # fmt: skip
     """dk and dv of a block of BN keys of one KV head. Causal: it visits the queries from the block's first key on, those of the
     diagonal with the mask; else all queries without one: the gradients of keys beyond the last one are not written. With a large
@@ -145,14 +129,6 @@ def attention_dkv(
     Over a group of query heads the sum is one chain, in their order, in one loop with the mask everywhere: nested loops would keep
     the addresses of both of their parts in registers, which heads of 128 columns do not have. A local mask has one loop, too: it is
     short."""
-    H: tl.constexpr = HEADS[0]
-    GROUP_SIZE: tl.constexpr = HEADS[1]
-    D: tl.constexpr = HEADS[2]
-    DP: tl.constexpr = HEADS[3]
-    CAUSAL: tl.constexpr = MASKING[0]
-    LOCAL: tl.constexpr = MASKING[1]
-    WINDOW: tl.constexpr = MASKING[2]
-    FOLD: tl.constexpr = MASKING[3]
     C: tl.constexpr = H * D
     G: tl.constexpr = H // GROUP_SIZE
     n0 = tl.program_id(0) * BN
@@ -171,9 +147,7 @@ def attention_dkv(
     key = (0, 0)
     if DROPOUT[0] > 0:
         key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
-    scale_log2 = SCALES[0]
-    if SCALES[1] >= 0:
-        scale_log2 = softmax_scale_of(scalars, SCALES[1], LOG2_E)
+    scale_log2 = softmax_scale(scalars, SCALES[0], SCALES[1], LOG2_E)
     keys, values = None, None
     if DC == DP:
         keys = load_rows(k, n0, seq, STRIDES[1], BN, D, DP, K_PAIR_STRIDE)
@@ -190,7 +164,7 @@ def attention_dkv(
         for m0 in range(begin, stop, BM):
             k_sum, v_sum = add_queries(
                 k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, scale_log2, key, group,
-                True, LOCAL, DROPOUT, HEADS, STRIDES, PAIR_STRIDES, DC, BM, BN,
+                True, LOCAL, SCALES[2], DROPOUT, H, D, DP, STRIDES, PAIR_STRIDES, DC, BM, BN,
             )  # fmt: skip
     elif GROUP_SIZE == 1:
         below_diagonal = 0
@@ -199,12 +173,12 @@ def attention_dkv(
             for m0 in range(begin, below_diagonal, BM):
                 k_sum, v_sum = add_queries(
                     k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, scale_log2, key, group,
-                    True, LOCAL, DROPOUT, HEADS, STRIDES, PAIR_STRIDES, DC, BM, BN,
+                    True, LOCAL, SCALES[2], DROPOUT, H, D, DP, STRIDES, PAIR_STRIDES, DC, BM, BN,
                 )  # fmt: skip
         for m0 in range(below_diagonal, seq, BM):
             k_sum, v_sum = add_queries(
                 k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, scale_log2, key, group,
-                False, LOCAL, DROPOUT, HEADS, STRIDES, PAIR_STRIDES, DC, BM, BN,
+                False, LOCAL, SCALES[2], DROPOUT, H, D, DP, STRIDES, PAIR_STRIDES, DC, BM, BN,
             )  # fmt: skip
     else:
         count = tl.cdiv(stop - begin, BM)  # blocks of queries of one head
@@ -213,14 +187,12 @@ def attention_dkv(
             k_sum, v_sum = add_queries(
                 k_sum, v_sum, keys, values, q + group_head * D, k, v, dout + group_head * D, stats + STATS * (group_head * seq),
                 m0, n0, seq, first, scale_log2, key, group * GROUP_SIZE + group_head,
-                CAUSAL, LOCAL, DROPOUT, HEADS, STRIDES, PAIR_STRIDES, DC, BM, BN,
+                CAUSAL, LOCAL, SCALES[2], DROPOUT, H, D, DP, STRIDES, PAIR_STRIDES, DC, BM, BN,
             )  # fmt: skip
-    softmax_scale = SOFTMAX_SCALE
-    if SCALES[1] >= 0:
-        softmax_scale = softmax_scale_of(scalars, SCALES[1], 1.0)
+    scale = softmax_scale(scalars, SOFTMAX_SCALE, SCALES[1], 1.0)
     column = group * D + first
     store_rows(
-        dk + token0 * DKV_STRIDES[0] + column, n0, seq, k_sum * softmax_scale, D - first, scalars, DKV_MODES[0],
+        dk + token0 * DKV_STRIDES[0] + column, n0, seq, k_sum * scale, D - first, scalars, DKV_MODES[0],
         DKV_STRIDES[0], BN, DC, K_PAIR_STRIDE,
     )  # fmt: skip
     store_rows(
@@ -232,45 +204,38 @@ def attention_dkv(
 @device
 def add_keys(
     dq, q, do, k_rows, v_rows, lse, delta, m0, begin, end, count, first_key, scale_log2, key, head,
-    MASK: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr, PAIR_STRIDE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    MASK, CAP, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
 ):  # fmt: skip
     """Add what the keys [begin, end) contribute to dq (BM, DP) fp32, without the softmax scale. q, do: blocks (BM, DP) of queries
     and of dout; lse, delta (BM,): those of `stats_of`; k_rows, v_rows: pointers to the head's keys and values; `first_key` (BM,):
     of a local mask, else None."""
-    H: tl.constexpr = HEADS[0]
-    D: tl.constexpr = HEADS[2]
-    DP: tl.constexpr = HEADS[3]
     for n0 in range(begin, end, BN):
         k = load_rows(k_rows, n0, count, STRIDES[1], BN, D, DP, PAIR_STRIDE)
         v = load_rows(v_rows, n0, count, STRIDES[2], BN, D, DP, PAIR_STRIDE)
-        p = tl.math.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2 - lse[:, None])
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if CAP > 0:
+            s = soft_cap(s, scale_log2, CAP)
+        p = tl.math.exp2(s * score_unit(scale_log2, CAP) - lse[:, None])
         p = apply_mask(p, m0 + tl.arange(0, BM)[:, None], n0 + tl.arange(0, BN)[None, :], count, MASK, 0.0)
         if first_key is not None:
             p = tl.where(first_key[:, None] <= n0 + tl.arange(0, BN)[None, :], p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         if DROPOUT[0] > 0:
             dp = tl.where(dropout_mask(key, head, m0, n0, H, BM, BN, DROPOUT[0]), dp * DROPOUT[1], 0.0)
-        dq = tl.dot((p * (dp - delta[:, None])).to(k.dtype), k, dq, input_precision="ieee")
+        ds = p * (dp - delta[:, None])
+        if CAP > 0:
+            ds = ds * (1.0 - s * s)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
 
 @device
 def attention_dq(
-    dq, q, k, v, dout, stats, starts, scalars, seq, stream, SCALES: tl.constexpr, DROPOUT: tl.constexpr, HEADS: tl.constexpr,
-    STRIDES: tl.constexpr, OFFSETS: tl.constexpr, MASKING: tl.constexpr, SOFTMAX_SCALE: tl.constexpr, DQ_MODE: tl.constexpr,
-    DQ_STRIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    dq, q, k, v, dout, stats, starts, scalars, seq, stream,
+    SCALES, DROPOUT, H, GROUP_SIZE, D, DP, STRIDES, OFFSETS, CAUSAL, LOCAL, WINDOW, FOLD, SOFTMAX_SCALE, DQ_MODE, DQ_STRIDE, BM, BN,
 ):  # fmt: skip
     """dq of a block of BM queries of one head, with the loops over keys of the forward pass. Grid: blocks of queries, heads of all
     sequences. DQ_MODE, DQ_STRIDE: of dq."""
-    H: tl.constexpr = HEADS[0]
-    GROUP_SIZE: tl.constexpr = HEADS[1]
-    D: tl.constexpr = HEADS[2]
-    DP: tl.constexpr = HEADS[3]
-    CAUSAL: tl.constexpr = MASKING[0]
-    LOCAL: tl.constexpr = MASKING[1]
-    WINDOW: tl.constexpr = MASKING[2]
-    FOLD: tl.constexpr = MASKING[3]
     C: tl.constexpr = H * D
     Q_PAIR_STRIDE: tl.constexpr = (FOLD - 1) * C
     PAIR_STRIDE: tl.constexpr = (FOLD - 1) * (H // GROUP_SIZE) * D
@@ -283,9 +248,7 @@ def attention_dq(
     key = (0, 0)
     if DROPOUT[0] > 0:
         key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
-    scale_log2 = SCALES[0]
-    if SCALES[1] >= 0:
-        scale_log2 = softmax_scale_of(scalars, SCALES[1], LOG2_E)
+    scale_log2 = softmax_scale(scalars, SCALES[0], SCALES[1], LOG2_E)
     queries = load_rows(q + token0 * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP, Q_PAIR_STRIDE)
     do = load_rows(dout + sequence.to(tl.int64) * seq * C + head * D, m0, seq, C, BM, D, DP)
     lse, delta, first = stats_of(stats + STATS * first_row, m0, seq, LOCAL, BM)
@@ -300,18 +263,16 @@ def attention_dq(
     if CAUSAL:
         total = add_keys(
             total, queries, do, k, v, lse, delta, m0, begin, m0, seq, first_key, scale_log2, key, head,
-            MASK_NONE, DROPOUT, HEADS, STRIDES, PAIR_STRIDE, BM, BN,
+            MASK_NONE, SCALES[2], DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
         )  # fmt: skip
         begin, stop = m0, min(m0 + BM, seq)
     total = add_keys(
         total, queries, do, k, v, lse, delta, m0, begin, stop, seq, first_key, scale_log2, key, head,
-        MASK_CAUSAL if CAUSAL else MASK_LENGTH, DROPOUT, HEADS, STRIDES, PAIR_STRIDE, BM, BN,
+        MASK_CAUSAL if CAUSAL else MASK_LENGTH, SCALES[2], DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
     )  # fmt: skip
-    softmax_scale = SOFTMAX_SCALE
-    if SCALES[1] >= 0:
-        softmax_scale = softmax_scale_of(scalars, SCALES[1], 1.0)
+    scale = softmax_scale(scalars, SOFTMAX_SCALE, SCALES[1], 1.0)
     dq = dq + token0 * DQ_STRIDE + head * D
-    store_rows(dq, m0, seq, total * softmax_scale, D, scalars, DQ_MODE, DQ_STRIDE, BM, DP, Q_PAIR_STRIDE)
+    store_rows(dq, m0, seq, total * scale, D, scalars, DQ_MODE, DQ_STRIDE, BM, DP, Q_PAIR_STRIDE)
 
 
 @lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv", also={"starts": "i32"})
@@ -319,13 +280,13 @@ def lower_attention_backward(op: Any, c: Lowering) -> None:
     """Launch attention_stats, then dk and dv, then dq; the last two by the warp-specialized kernel if its configuration says so."""
     constants = constants_of(op)
     stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
-    rows = 32 if constants["MASKING"][1] else 64  # of 64 with a first key each, the addresses spill on sm_100
-    operands = {"stats": stats, "seq": sequence_length(op)}
+    rows = 32 if op.bounded else 64  # of 64 with a first key each, the addresses spill on sm_100
+    operands = {"stats": stats, "seq": axis_size(op.q, 1, op.fold)}
     c.launch(
-        attention_stats, operands, {"HEADS": constants["HEADS"], "MASKING": constants["MASKING"], "BM": rows},
+        attention_stats, operands, {name: constants[name] for name in ("H", "D", "DP", "LOCAL", "WINDOW", "FOLD")} | {"BM": rows},
         grid=blocks(op, op.heads, rows), writes="stats",
     )  # fmt: skip
-    constants |= {"SOFTMAX_SCALE": constant_scale(op, constants["HEADS"][2])}
+    constants |= {"SOFTMAX_SCALE": constant_scale(op, constants["D"])}
     operands |= operands_of(op) | {"stream": int(op.stream)}
     t = select_backward_config(op, c, "keys", "dk", "dv")
     if t.warp_specialized:
@@ -352,7 +313,7 @@ def select_backward_config(op: Any, c: Lowering, operation: str, *results: str) 
 
 def launch_dkv(op: Any, c: Lowering, t: AttentionConfig, operands: dict[str, Any], constants: dict[str, Any]) -> None:
     """Launch attention_dkv with DC columns a program, all of them up to MAX_HEAD_SIZE_DKV."""
-    _, _, D, DP = constants["HEADS"]
+    D, DP = constants["D"], constants["DP"]
     DC = DP if MAX_HEAD_SIZE_DKV[op.q.dtype] >= DP else HEAD_SIZE_CHUNK
     written = {"DKV_MODES": (mode(op, "dk"), mode(op, "dv")), "DKV_STRIDES": (op.dk.row_stride, op.dv.row_stride)}
     c.launch(

@@ -8,18 +8,16 @@ elements of each sequence's caches and does 4 H D (pos + T) operations a token.
 The GROUP_SIZE = H / G query heads of a KV head are rows of one block, so that its keys are read once for all of them:
 row i of a sequence is head i % GROUP_SIZE of the group for token i // GROUP_SIZE."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import e, log2
 from typing import Any
 
 from barellm.cuda.attention_config import select_attention_config
 from barellm.cuda.kernel import Lowering, Sizes, lowering
-from barellm.cuda.kernels.attention.attention import head_sizes, seq
-from barellm.cuda.kernels.attention.attention_mask import constant_scale
+from barellm.cuda.kernels.attention.attention import head_sizes
+from barellm.cuda.kernels.attention.attention_mask import constant_scale, score_unit, soft_cap
 from barellm.cuda.kernels.attention.attention_tiles import load_rows
-from barellm.cuda.kernels.common import POS, row_strides
+from barellm.cuda.kernels.common import POS, axis_size, row_strides
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 
@@ -29,10 +27,7 @@ COPY = 1024  # columns of a row that one program copies
 
 
 @device
-def append_to_caches(
-    k_cache, v_cache, k, v, scalars, seq,
-    C: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def append_to_caches(k_cache, v_cache, k, v, scalars, seq, C, K_STRIDE, V_STRIDE, L, BLOCK):
     """Rows pos .. pos + T of the caches (B, L, C) = k and v (B, T, C). Grid: tokens, blocks of their C = G * D columns."""
     token = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -43,7 +38,7 @@ def append_to_caches(
 
 
 @device
-def query_rows(q, i, count, STRIDE: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+def query_rows(q, i, count, STRIDE, GROUP_SIZE, D, DP):
     """Load queries (BM, DP) of a KV head: rows `i` (BM,) of its group, zeros beyond `count` rows and D columns. `q` points to the
     group's first head in the sequence's first token."""
     d = tl.arange(0, DP)
@@ -55,17 +50,15 @@ def query_rows(q, i, count, STRIDE: tl.constexpr, GROUP_SIZE: tl.constexpr, D: t
 
 
 @device
-def visible_keys(pos, m0, seq, GROUP_SIZE: tl.constexpr, BM: tl.constexpr):
+def visible_keys(pos, m0, seq, GROUP_SIZE, BM):
     """How many keys the block of BM rows from m0 on sees: those up to its last token."""
     return pos + min((m0 + BM - 1) // GROUP_SIZE + 1, seq)
 
 
 @device
 def attention_split_kv(
-    partials, stats, q, k_cache, v_cache, scalars, seq, part,
-    SCALE_LOG2: tl.constexpr, H: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, Q_STRIDE: tl.constexpr,
-    L: tl.constexpr, WINDOW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    partials, stats, q, k_cache, v_cache, scalars, seq, part, SCALE_LOG2, CAP, H, GROUP_SIZE, D, DP, Q_STRIDE, L, WINDOW, BM, BN
+):
     """Online softmax of BM rows of a group over one split of `part` keys: partials (splits, B, T, H, D) fp32, not yet divided by
     the sum of probabilities; stats (splits, B, T, H, 2): the maximum score, in units of ln 2, and that sum. A token sees the last
     WINDOW keys up to its own (0: all). Splits that see no key write nothing. Grid: blocks of rows, KV heads of all sequences,
@@ -95,7 +88,10 @@ def attention_split_kv(
             is_visible = (n < end)[None, :] & (n[None, :] <= pos + m[:, None])
             if WINDOW > 0:
                 is_visible = is_visible & (n[None, :] > pos + m[:, None] - WINDOW)
-            s = tl.where(is_visible, tl.dot(queries, tl.trans(k), input_precision="ieee") * SCALE_LOG2, float("-inf"))
+            s = tl.dot(queries, tl.trans(k), input_precision="ieee")
+            if CAP > 0:
+                s = soft_cap(s, SCALE_LOG2, CAP)
+            s = tl.where(is_visible, s * score_unit(SCALE_LOG2, CAP), float("-inf"))
             new_max = tl.maximum(row_max, tl.max(s, 1))
             # A token may see none of these keys: its maximum stays -inf, and -inf - -inf would be NaN.
             base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -114,10 +110,7 @@ def attention_split_kv(
 
 
 @device
-def combine_split_kv(
-    out, partials, stats, scalars, seq, part,
-    BM: tl.constexpr, H: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
+def combine_split_kv(out, partials, stats, scalars, seq, part, BM, H, GROUP_SIZE, D, DP, WINDOW):
     """out (B, T, H, D) = the partial results of the splits, rescaled to their common maximum, added in order and divided by the sum
     of probabilities. `part`: keys of a split; BM: that of attention_split_kv, which decides a row's splits. Grid: tokens, heads."""
     token, head, tokens = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
@@ -158,7 +151,7 @@ def lower_attention_cached(op: Any, c: Lowering) -> None:
     combination: at run time one of the two pairs has empty grids."""
     (H, D, DP), (B, T, C), L = head_sizes(op), (int(n) for n in op.out.shape), int(op.k_cache.shape[1])
     group_size, width = op.heads // op.kv_heads, int(op.k.shape[-1])
-    caches = {"k_cache": op.k_cache, "v_cache": op.v_cache, "seq": seq}
+    caches = {"k_cache": op.k_cache, "v_cache": op.v_cache, "seq": axis_size(op.q, 1)}
     c.launch(
         append_to_caches, caches | {"k": op.k, "v": op.v}, {"C": width, "L": L, "BLOCK": COPY, **row_strides(k=op.k, v=op.v)},
         grid=lambda s: (s.tokens, ceil_div(width, COPY)), writes="k_cache v_cache",
@@ -169,7 +162,7 @@ def lower_attention_cached(op: Any, c: Lowering) -> None:
     results = {"partials": c.scratch("partials", (max_rows, C)), "stats": c.scratch("stats", (max_rows, H, 2))}
     window = 0 if op.keys_before(L) is None else op.sliding_window
     head = {"H": H, "GROUP_SIZE": group_size, "D": D, "DP": DP, "WINDOW": window}
-    constants = head | {"SCALE_LOG2": constant_scale(op, D, log2(e)), "L": L, **row_strides(q=op.q)}
+    constants = head | {"SCALE_LOG2": constant_scale(op, D, log2(e)), "CAP": op.softcap, "L": L, **row_strides(q=op.q)}
     for few in (True, False):
         t = select_attention_config("few" if few else "many", DP, op.q.dtype, c.target.arch)
 
@@ -182,6 +175,6 @@ def lower_attention_cached(op: Any, c: Lowering) -> None:
             grid=grid, writes="partials stats", warps=t.num_warps, stages=t.num_stages,
         )  # fmt: skip
         c.launch(
-            combine_split_kv, {"out": op.out, **results, "seq": seq, "part": part}, head | {"BM": t.queries},
+            combine_split_kv, {"out": op.out, **results, "seq": axis_size(op.q, 1), "part": part}, head | {"BM": t.queries},
             grid=lambda s, few=few: (s.tokens if (s.seq <= SPLIT_TOKENS) == few else 0, op.heads), writes="out", warps=1,
         )  # fmt: skip

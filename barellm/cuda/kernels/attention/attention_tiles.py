@@ -3,14 +3,12 @@ of two, or DC of these columns. `base` points to column 0 of the head in row 0 o
 `count`: rows of the sequence. With paired heads two rows, PAIR_STRIDE elements apart, share a STRIDE; such blocks begin at an even
 row."""
 
-from __future__ import annotations
-
 from barellm.cuda.kernels.common import store_or_add
 from barellm.cuda.lang import device, tl
 
 
 @device
-def kv_pointer(q, x, AT: tl.constexpr):
+def kv_pointer(q, x, AT):
     """The pointer to k or v: `x`, or if x is None AT elements after q's first column, in the same tensor."""
     if x is None:
         return q + AT
@@ -19,7 +17,7 @@ def kv_pointer(q, x, AT: tl.constexpr):
 
 
 @device
-def row_pointers(base, first, row, d, STRIDE: tl.constexpr, PAIR_STRIDE: tl.constexpr):
+def row_pointers(base, first, row, d, STRIDE, PAIR_STRIDE):
     """Pointers (rows, columns) to the columns `d` of the rows first + row."""
     if PAIR_STRIDE > 0:
         row_offsets = row // 2 * STRIDE + row % 2 * PAIR_STRIDE
@@ -29,9 +27,7 @@ def row_pointers(base, first, row, d, STRIDE: tl.constexpr, PAIR_STRIDE: tl.cons
 
 
 @device
-def load_rows(
-    base, first, count, STRIDE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAIR_STRIDE: tl.constexpr = 0
-):  # fmt: skip
+def load_rows(base, first, count, STRIDE, ROWS, D, DP, PAIR_STRIDE=0):
     """Load a block (ROWS, DP) from row `first` on, zeros beyond `count` rows and D columns."""
     row, d = tl.arange(0, ROWS), tl.arange(0, DP)
     pointers = row_pointers(base, first, row, d, STRIDE, PAIR_STRIDE)
@@ -42,9 +38,7 @@ def load_rows(
 
 
 @device
-def load_columns(
-    base, first, count, left, STRIDE: tl.constexpr, ROWS: tl.constexpr, DC: tl.constexpr, PAIR_STRIDE: tl.constexpr = 0
-):  # fmt: skip
+def load_columns(base, first, count, left, STRIDE, ROWS, DC, PAIR_STRIDE=0):
     """Load a block (ROWS, DC) from row `first` on, zeros beyond `count` rows and `left` columns. `base` points to its first
     column."""
     row, d = tl.arange(0, ROWS), tl.arange(0, DC)
@@ -53,10 +47,7 @@ def load_columns(
 
 
 @device
-def dot_over_columns(
-    a, b, n0, m0, count, A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, A_PAIR_STRIDE: tl.constexpr, B_PAIR_STRIDE: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DC: tl.constexpr,
-):  # fmt: skip
+def dot_over_columns(a, b, n0, m0, count, A_STRIDE, B_STRIDE, A_PAIR_STRIDE, B_PAIR_STRIDE, BN, BM, D, DC):
     """a b^T (BN, BM) of BN rows of a from n0 on and BM rows of b from m0 on, zeros beyond `count` rows: a sum over D columns in
     steps of DC, so that no block DP wide is in registers."""
     total = tl.zeros((BN, BM), tl.float32)
@@ -68,10 +59,7 @@ def dot_over_columns(
 
 
 @device
-def store_rows(
-    base, first, count, value, left, scalars, MODE: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr,
-    PAIR_STRIDE: tl.constexpr = 0,
-):  # fmt: skip
+def store_rows(base, first, count, value, left, scalars, MODE, STRIDE, ROWS, DP, PAIR_STRIDE=0):
     """Store or add (MODE) a block `value` (ROWS, DP) from row `first` on: its rows below `count` and its columns below `left`."""
     row, d = tl.arange(0, ROWS), tl.arange(0, DP)
     pointers = row_pointers(base, first, row, d, STRIDE, PAIR_STRIDE)

@@ -7,43 +7,40 @@ BLOCK^2 D operations for each listed block.
 
 `rows` (in backward `columns` too), a table of i32: for each list (a row or column of blocks of one head) its first entry, and the
 number of entries behind the last; then for each entry the block of keys (of queries), then each entry's kind. `masks` (kinds,
-BLOCK, WORDS): one bit for each (key, query). LAYOUT: BLOCK, number of lists, number of entries. TERMS: the first distance that has
+BLOCK, WORDS): one bit for each (key, query). LISTS, ENTRIES: how many there are. TERMS: the first distance that has
 a relative term, and how many have one (0: no terms; relative_position_bias.py); `relative`: their vectors."""
-
-from __future__ import annotations
 
 from math import e, log2, sqrt
 from typing import Any
 
 from barellm.cuda.attention_config import AttentionConfig
-from barellm.cuda.kernel import Count, Lowering, lowering
+from barellm.cuda.kernel import Lowering, lowering
 from barellm.cuda.kernels.attention.attention import LN_2, head_sizes, masked_config_of, offset_from_q, options
 from barellm.cuda.kernels.attention.attention_mask import LOWEST
 from barellm.cuda.kernels.attention.attention_tiles import kv_pointer, load_rows, store_rows
 from barellm.cuda.kernels.attention.relative_position_bias import add_terms
+from barellm.cuda.kernels.common import axis_size
 from barellm.cuda.lang import device, tl
 from barellm.program.dtypes import PLANES
 from barellm.program.integers import ceil_div
-from barellm.program.tensor import Dim, Tensor
 
 
 @device
-def block_of(table, i, LAYOUT: tl.constexpr, PART: tl.constexpr):
+def block_of(table, i, BLOCK, LISTS, ENTRIES, PART):
     """(first position in the sequence, offset in its block, the block's kind) of tile i (PART positions) of the listed blocks."""
-    BLOCK: tl.constexpr = LAYOUT[0]
     entry, offset = i // (BLOCK // PART), i % (BLOCK // PART) * PART
-    entry_ptr = table + LAYOUT[1] + 1 + entry
-    return tl.load(entry_ptr) * BLOCK + offset, offset, tl.load(entry_ptr + LAYOUT[2])
+    entry_ptr = table + LISTS + 1 + entry
+    return tl.load(entry_ptr) * BLOCK + offset, offset, tl.load(entry_ptr + ENTRIES)
 
 
 @device
-def block_range(table, row, BLOCK: tl.constexpr, PART: tl.constexpr):
+def block_range(table, row, BLOCK, PART):
     """[begin, end) of the tiles, of PART positions each, of the blocks in list `row`: arguments of `block_of`."""
     return tl.load(table + row) * (BLOCK // PART), tl.load(table + row + 1) * (BLOCK // PART)
 
 
 @device
-def is_visible(masks, kind, query, key, BLOCK: tl.constexpr):
+def is_visible(masks, kind, query, key, BLOCK):
     """Which of the queries see which of the keys of a block of this `kind`. query, key: offsets in the block, which broadcast to a
     tile. For kind 0 nothing is loaded and all is visible: a branch would make each wgmma wait for the one before."""
     WORDS: tl.constexpr = (BLOCK + 31) // 32
@@ -53,16 +50,11 @@ def is_visible(masks, kind, query, key, BLOCK: tl.constexpr):
 
 @device
 def block_sparse_attention_forward(
-    out, lse, q, k, v, rows, masks, relative, seq, SCALE_LOG2: tl.constexpr, HEADS: tl.constexpr, STRIDES: tl.constexpr,
-    OFFSETS: tl.constexpr, LAYOUT: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    out, lse, q, k, v, rows, masks, relative, seq,
+    SCALE_LOG2, H, GROUP_SIZE, D, DP, STRIDES, OFFSETS, BLOCK, LISTS, ENTRIES, TERMS, BM, BN,
 ):  # fmt: skip
     """out and lse of BM queries of one head, with online softmax over the listed keys, BN at a time; the last queries of a
     sequence, whose lists are the longest if any are, start first. Grid: blocks of queries, heads of all sequences."""
-    H: tl.constexpr = HEADS[0]
-    GROUP_SIZE: tl.constexpr = HEADS[1]
-    D: tl.constexpr = HEADS[2]
-    DP: tl.constexpr = HEADS[3]
-    BLOCK: tl.constexpr = LAYOUT[0]
     C: tl.constexpr = H * D
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
@@ -73,9 +65,9 @@ def block_sparse_attention_forward(
     acc, row_sum = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
     row_max = tl.full((BM,), LOWEST, tl.float32)
     query = m0 % BLOCK + tl.arange(0, BM)
-    begin, end = block_range(rows, head * (LAYOUT[1] // H) + m0 // BLOCK, BLOCK, BN)
+    begin, end = block_range(rows, head * (LISTS // H) + m0 // BLOCK, BLOCK, BN)
     for i in range(begin, end):
-        n0, offset, kind = block_of(rows, i, LAYOUT, BN)
+        n0, offset, kind = block_of(rows, i, BLOCK, LISTS, ENTRIES, BN)
         s = tl.dot(queries, tl.trans(load_rows(k, n0, seq, STRIDES[1], BN, D, DP)), input_precision="ieee")
         if TERMS[1] > 0:
             s = add_terms(s, queries, relative + head * D, m0, n0, False, BN, TERMS, C, D, DP)
@@ -94,12 +86,13 @@ def block_sparse_attention_forward(
 
 
 def constants_of(op: Any) -> dict[str, Any]:
-    """The tuples of constants of an op: those of attention.py, LAYOUT and TERMS."""
+    """The constants of an op: those of attention.py, of the layout, and TERMS."""
     (H, D, DP), layout, (first, last) = head_sizes(op), op.layout, op.distances
     return {
-        "HEADS": (H, op.heads // op.kv_heads, D, DP), "STRIDES": tuple(x.row_stride for x in (op.q, op.k, op.v)),
+        "H": H, "GROUP_SIZE": op.heads // op.kv_heads, "D": D, "DP": DP,
+        "STRIDES": tuple(x.row_stride for x in (op.q, op.k, op.v)),
         "OFFSETS": tuple(offset_from_q(op.q, x) for x in (op.k, op.v)), "SCALE_LOG2": log2(e) / sqrt(D),
-        "LAYOUT": (layout.block, layout.heads * layout.rows, len(layout.keys)), "TERMS": (first, last + 1 - first),
+        "BLOCK": layout.block, "LISTS": layout.heads * layout.rows, "ENTRIES": len(layout.keys), "TERMS": (first, last + 1 - first),
     }  # fmt: skip
 
 
@@ -107,12 +100,6 @@ def operands_of(op: Any) -> dict[str, Any]:
     """Operands k and v, None where OFFSETS finds them in q's tensor, and seq."""
     kv = {name: t if offset_from_q(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))}
     return kv | {"seq": axis_size(op.q, 1)}
-
-
-def axis_size(t: Tensor, axis: int) -> Count:
-    """A function of the run's sizes: the length of an axis of t."""
-    n = t.shape[axis]
-    return Count((n.name,), 1) if isinstance(n, Dim) else Count((), int(n))
 
 
 def config_of(op: Any, c: Lowering, operation: str) -> AttentionConfig:

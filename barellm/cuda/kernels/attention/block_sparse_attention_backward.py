@@ -4,8 +4,6 @@ block_sparse_attention.py.
 dk and dv have a kernel whose program is BN keys of one column of the layout, dq one whose program is BM queries of one row, so that
 no program adds to another's sums. They do 8 and 6 BLOCK^2 D operations for each listed block."""
 
-from __future__ import annotations
-
 from math import sqrt
 from typing import Any
 
@@ -30,17 +28,11 @@ from barellm.cuda.lang import device, tl
 
 @device
 def block_sparse_attention_dkv(
-    dk, dv, q, k, v, dout, stats, columns, masks, relative, scalars, seq, SCALE_LOG2: tl.constexpr, SOFTMAX_SCALE: tl.constexpr,
-    HEADS: tl.constexpr, STRIDES: tl.constexpr, OFFSETS: tl.constexpr, LAYOUT: tl.constexpr, TERMS: tl.constexpr,
-    DKV_MODES: tl.constexpr, DKV_STRIDES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    dk, dv, q, k, v, dout, stats, columns, masks, relative, scalars, seq,
+    SCALE_LOG2, SOFTMAX_SCALE, H, GROUP_SIZE, D, DP, STRIDES, OFFSETS, BLOCK, LISTS, ENTRIES, TERMS, DKV_MODES, DKV_STRIDES, BM, BN,
 ):  # fmt: skip
     """dk and dv of BN keys of one KV head, over the queries that `columns` lists, for one head of the group after the other. Scores
     are transposed, (BN, BM). Grid: blocks of keys, KV heads of all sequences."""
-    H: tl.constexpr = HEADS[0]
-    GROUP_SIZE: tl.constexpr = HEADS[1]
-    D: tl.constexpr = HEADS[2]
-    DP: tl.constexpr = HEADS[3]
-    BLOCK: tl.constexpr = LAYOUT[0]
     C: tl.constexpr = H * D
     G: tl.constexpr = H // GROUP_SIZE
     n0 = tl.program_id(0) * BN
@@ -52,9 +44,9 @@ def block_sparse_attention_dkv(
     key = n0 % BLOCK + tl.arange(0, BN)
     for group_head in range(0, GROUP_SIZE):  # query heads of the group
         head = group * GROUP_SIZE + group_head
-        begin, end = block_range(columns, head * (LAYOUT[1] // H) + n0 // BLOCK, BLOCK, BM)
+        begin, end = block_range(columns, head * (LISTS // H) + n0 // BLOCK, BLOCK, BM)
         for i in range(begin, end):
-            m0, offset, kind = block_of(columns, i, LAYOUT, BM)
+            m0, offset, kind = block_of(columns, i, BLOCK, LISTS, ENTRIES, BM)
             queries = load_rows(q + token0 * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP)
             s = tl.dot(keys, tl.trans(queries), input_precision="ieee")
             if TERMS[1] > 0:
@@ -74,16 +66,10 @@ def block_sparse_attention_dkv(
 
 @device
 def block_sparse_attention_dq(
-    dq, q, k, v, dout, stats, rows, masks, relative, scalars, seq, SCALE_LOG2: tl.constexpr, SOFTMAX_SCALE: tl.constexpr,
-    HEADS: tl.constexpr, STRIDES: tl.constexpr, OFFSETS: tl.constexpr, LAYOUT: tl.constexpr, TERMS: tl.constexpr,
-    DQ_MODE: tl.constexpr, DQ_STRIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    dq, q, k, v, dout, stats, rows, masks, relative, scalars, seq,
+    SCALE_LOG2, SOFTMAX_SCALE, H, GROUP_SIZE, D, DP, STRIDES, OFFSETS, BLOCK, LISTS, ENTRIES, TERMS, DQ_MODE, DQ_STRIDE, BM, BN,
 ):  # fmt: skip
     """dq of BM queries of one head, over the keys that `rows` lists. Grid: blocks of queries, heads of all sequences."""
-    H: tl.constexpr = HEADS[0]
-    GROUP_SIZE: tl.constexpr = HEADS[1]
-    D: tl.constexpr = HEADS[2]
-    DP: tl.constexpr = HEADS[3]
-    BLOCK: tl.constexpr = LAYOUT[0]
     C: tl.constexpr = H * D
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
@@ -95,9 +81,9 @@ def block_sparse_attention_dq(
     lse, delta, _ = stats_of(stats + STATS * (tl.program_id(1).to(tl.int64) * seq), m0, seq, False, BM)
     total = tl.zeros((BM, DP), tl.float32)
     query = m0 % BLOCK + tl.arange(0, BM)
-    begin, end = block_range(rows, head * (LAYOUT[1] // H) + m0 // BLOCK, BLOCK, BN)
+    begin, end = block_range(rows, head * (LISTS // H) + m0 // BLOCK, BLOCK, BN)
     for i in range(begin, end):
-        n0, offset, kind = block_of(rows, i, LAYOUT, BN)
+        n0, offset, kind = block_of(rows, i, BLOCK, LISTS, ENTRIES, BN)
         keys, values = load_rows(k, n0, seq, STRIDES[1], BN, D, DP), load_rows(v, n0, seq, STRIDES[2], BN, D, DP)
         s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         if TERMS[1] > 0:
@@ -122,10 +108,10 @@ def lower_block_sparse_attention_backward(op: Any, c: Lowering) -> None:
     operands |= {"stats": stats}
     c.launch(
         attention_stats, {"stats": stats, "seq": operands["seq"], "starts": None},
-        {"HEADS": constants["HEADS"], "MASKING": (0, 0, -1, 1), "BM": 64},  # neither causal nor local
+        {name: constants[name] for name in ("H", "D", "DP")} | {"LOCAL": 0, "WINDOW": -1, "FOLD": 1, "BM": 64},
         grid=grid_of(op, op.heads, 64), writes="stats",
     )  # fmt: skip
-    constants |= {"SOFTMAX_SCALE": 1 / sqrt(constants["HEADS"][2])}
+    constants |= {"SOFTMAX_SCALE": 1 / sqrt(constants["D"])}
     t = config_of(op, c, "keys")
     written = {"DKV_MODES": (mode(op, "dk"), mode(op, "dv")), "DKV_STRIDES": (op.dk.row_stride, op.dv.row_stride)}
     c.launch(

@@ -26,8 +26,6 @@ Tuples of shared memory that the functions pass on: queries = (q_ring, q_full, q
 tile of one head; `i` counts blocks of keys and `t` tiles of a thread block since its start: block i is in stage i % STAGES, in the
 phase i // STAGES & 1 of its barrier (its opposite in waits for an empty stage). WG: the consumer, 0 or 1."""
 
-from __future__ import annotations
-
 from math import e, log2
 from typing import Any
 
@@ -54,7 +52,7 @@ def tile_at(w, seq):
 
 
 @gluon
-def producer(q_map, k_map, v_map, queries, keys, values, seq, items, H: gl.constexpr, GROUP_SIZE: gl.constexpr, D: gl.constexpr):
+def producer(q_map, k_map, v_map, queries, keys, values, seq, items, H, GROUP_SIZE, D):
     """The producer warp: for each tile, TMA loads of its queries, then of keys and values from the diagonal back, into every free
     stage, so that it runs ahead into the next tile. `items`: tiles of all heads."""
     q_ring, q_full, q_empty = queries
@@ -85,10 +83,7 @@ def producer(q_map, k_map, v_map, queries, keys, values, seq, items, H: gl.const
 
 
 @gluon
-def consumer(
-    out, lse, queries, keys, values, pingpong, seq, items,
-    WG: gl.constexpr, SCALE_LOG2: gl.constexpr, H: gl.constexpr, D: gl.constexpr,
-):  # fmt: skip
+def consumer(out, lse, queries, keys, values, pingpong, seq, items, WG, SCALE_LOG2, H, D):
     """A consumer warpgroup: attention of WG_M queries of each tile, with acc (WG_M, D), row_max and row_sum in registers. Q K^T of
     block i + 1 is issued before P V of block i, so the tensor cores work on P V during the softmax of block i + 1."""
     q_ring, q_full, q_empty = queries
@@ -149,7 +144,7 @@ def consumer(
 
 
 @gluon
-def start_qk(q, k, SCORES: gl.constexpr):
+def start_qk(q, k, SCORES):
     """Issue the wgmma q (64, D) k^T, k (keys, D), both in shared memory. Returns the scores (64, keys), not yet waited for."""
     KEYS: gl.constexpr = k.shape[0]
     no_acc = gl.zeros((WG_M, KEYS), gl.float32, SCORES)
@@ -157,16 +152,14 @@ def start_qk(q, k, SCORES: gl.constexpr):
 
 
 @gluon
-def register_operand(p, dtype: gl.constexpr, SUMS: gl.constexpr):
-    """Probabilities p (64, keys) rounded to `dtype`, as a register operand of wgmma: no data moves, because in these layouts each
+def register_operand(p, DTYPE, SUMS):
+    """Probabilities p (64, keys) rounded to DTYPE, as a register operand of wgmma: no data moves, because in these layouts each
     thread already has its elements."""
-    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
+    return gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
 
 
 @gluon
-def write_tile(
-    out, lse, acc, row_sum, row_max, head, first, seq, SCORES: gl.constexpr, SUMS: gl.constexpr, H: gl.constexpr, D: gl.constexpr,
-):  # fmt: skip
+def write_tile(out, lse, acc, row_sum, row_max, head, first, seq, SCORES, SUMS, H, D):
     """Epilogue: write out = acc / row_sum and lse of a consumer's queries from `first` on, those before `seq`."""
     m = first + gl.arange(0, WG_M, layout=gl.SliceLayout(1, SCORES))
     gl.store(lse + head * seq + m, (row_max + gl.log2(row_sum)) * LN_2, mask=m < seq)
@@ -176,7 +169,7 @@ def write_tile(
 
 
 @gluon
-def store_rows(to, y, first, seq, D: gl.constexpr, STRIDE: gl.constexpr):
+def store_rows(to, y, first, seq, D, STRIDE):
     """Store y (WG_M, D) to rows `first` onwards of `to`, those below seq; STRIDE: elements from a row to the next. The layout gives
     each thread 8 adjacent columns, 16 bytes."""
     STORE_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -187,10 +180,7 @@ def store_rows(to, y, first, seq, D: gl.constexpr, STRIDE: gl.constexpr):
 
 
 @gluon
-def hopper_attention(
-    out, lse, q_map, k_map, v_map, seq, heads, SCALE_LOG2: gl.constexpr, H: gl.constexpr, GROUP_SIZE: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
+def hopper_attention(out, lse, q_map, k_map, v_map, seq, heads, SCALE_LOG2, H, GROUP_SIZE, D, STAGES):
     """Allocate shared memory and mbarriers, and start the warps. NAME_map: tensor maps of q, k, v; `heads`: of all sequences;
     SCALE_LOG2: softmax scale times log2(e); STAGES: of keys and values."""
     q_ring = gl.allocate_shared_memory(q_map.dtype, [4, WG_M, D], q_map.layout)

@@ -18,12 +18,9 @@ wgmmas (C7512) if such a one is in flight across a loop. Streams go up, so that 
 beyond the diagonal of one consumer only are released unread (`skip_block`). Tensor maps end with the batch and not with a sequence:
 the next sequence's queries in a last, partial block get the probability zero, so they and their dout must be finite.
 
-Tuples of constants: HEADS: H, GROUP_SIZE, D; SCALES: softmax scale times log2(e), softmax scale; DKV_STRIDES: elements from a row
-to the next of dx and dy. Of shared memory: tile_pipeline = (x_ring, y_ring, tile_full, tile_empty), stream_pipeline = (a_ring,
-b_ring, stats_ring or None, full, empty). `i` counts streamed blocks and `t` tiles of a thread block, WG is the consumer, as in
-hopper_attention.py."""
-
-from __future__ import annotations
+Tuples of constants: SCALES: softmax scale times log2(e), softmax scale; DKV_STRIDES: elements from a row to the next of dx and dy.
+Of shared memory: tile_pipeline = (x_ring, y_ring, tile_full, tile_empty), stream_pipeline = (a_ring, b_ring, stats_ring or None,
+full, empty). `i` counts streamed blocks and `t` tiles of a thread block, WG is the consumer, as in hopper_attention.py."""
 
 from typing import Any
 
@@ -42,7 +39,7 @@ STREAM_ROWS = constant(64)  # rows that stream past a tile in one step
 
 
 @gluon
-def streamed_rows(tile_row, seq, DKV: gl.constexpr):
+def streamed_rows(tile_row, seq, DKV):
     """[begin, stop) of the rows that stream past the tile at `tile_row`: for a tile of keys (DKV) the queries from its first key
     on, for a tile of queries the keys up to its last query."""
     if DKV:
@@ -52,14 +49,9 @@ def streamed_rows(tile_row, seq, DKV: gl.constexpr):
 
 
 @gluon
-def producer(
-    x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items, DKV: gl.constexpr, HEADS: gl.constexpr,
-):  # fmt: skip
+def producer(x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items, DKV, H, GROUP_SIZE, D):
     """The producer warp: for each tile, TMA loads of its x and y (WG_M rows for each consumer), then of blocks of a and b, with DKV
     those of each query head of the group, into every free stage, ahead into the next tile. `items`: tiles of all heads."""
-    H: gl.constexpr = HEADS[0]
-    GROUP_SIZE: gl.constexpr = HEADS[1]
-    D: gl.constexpr = HEADS[2]
     x_ring, y_ring, tile_full, tile_empty = tile_pipeline
     a_ring, b_ring, stats_ring, full, empty = stream_pipeline
     STAGES: gl.constexpr = a_ring.shape[0]
@@ -96,15 +88,9 @@ def producer(
 
 
 @gluon
-def consumer(
-    dx, dy, stats, tile_pipeline, stream_pipeline, seq, items,
-    WG: gl.constexpr, DKV: gl.constexpr, SCALES: gl.constexpr, HEADS: gl.constexpr, DKV_STRIDES: gl.constexpr,
-):  # fmt: skip
+def consumer(dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, WG, DKV, SCALES, H, GROUP_SIZE, D, DKV_STRIDES):
     """A consumer warpgroup: the sums of WG_M rows of each tile, x_sum (dk or dq) and y_sum (dv), (WG_M, D) in registers, over the
     streamed blocks. Only the blocks that hold the diagonal, or end the sequence, are masked."""
-    H: gl.constexpr = HEADS[0]
-    GROUP_SIZE: gl.constexpr = HEADS[1]
-    D: gl.constexpr = HEADS[2]
     x_ring, y_ring, tile_full, tile_empty = tile_pipeline
     a_ring, b_ring, stats_ring, full, empty = stream_pipeline
     STAGES: gl.constexpr = a_ring.shape[0]
@@ -183,26 +169,24 @@ def skip_block(full, empty, i):
 
 
 @gluon
-def query_stat(block, which: gl.constexpr, SCORES: gl.constexpr):
-    """A statistic of each streamed query, lse (`which` 0) or delta (1), as (1, STREAM_ROWS) in the layout of the scores. `block`
+def query_stat(block, WHICH, SCORES):
+    """A statistic of each streamed query, lse (WHICH 0) or delta (1), as (1, STREAM_ROWS) in the layout of the scores. `block`
     (STREAM_ROWS, STATS) is in shared memory; STATS_LAYOUT loads each value into the threads whose scores have its column, so no
     data moves between threads."""
     STATS_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[1, 0], [8, 0], [16, 0], [32, 0]], [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [STREAM_ROWS, 1]
     )
-    values = block.slice(which, 1, dim=1).load(STATS_LAYOUT).reshape([STREAM_ROWS])
+    values = block.slice(WHICH, 1, dim=1).load(STATS_LAYOUT).reshape([STREAM_ROWS])
     return gl.expand_dims(gl.convert_layout(values, gl.SliceLayout(0, SCORES), assert_trivial=True), 0)
 
 
 @gluon
 def hopper_attention_backward(
-    dx, dy, stats, x_map, y_map, a_map, b_map, stats_map, seq, heads,
-    DKV: gl.constexpr, SCALES: gl.constexpr, HEADS: gl.constexpr, DKV_STRIDES: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    dx, dy, stats, x_map, y_map, a_map, b_map, stats_map, seq, heads, DKV, SCALES, H, GROUP_SIZE, D, DKV_STRIDES, STAGES
+):
     """Allocate shared memory and mbarriers, and start the warps. With DKV dx is dk and dy is dv, else dx is dq and dy None.
     NAME_map: tensor maps; `stats` (dq) and `stats_map` (DKV) are of the same matrix (queries of all heads, STATS). `heads`: of the
     tiles, of all sequences. STAGES: of the streamed blocks."""
-    D: gl.constexpr = HEADS[2]
     x_ring = gl.allocate_shared_memory(x_map.dtype, [4, WG_M, D], x_map.layout)
     y_ring = gl.allocate_shared_memory(y_map.dtype, [4, WG_M, D], y_map.layout)
     a_ring = gl.allocate_shared_memory(a_map.dtype, [STAGES, STREAM_ROWS, D], a_map.layout)
@@ -227,9 +211,9 @@ def hopper_attention_backward(
         stream_pipeline = (a_ring, b_ring, stats_ring, full, empty)
     items = heads * gl.cdiv(seq, BLOCK)
     gl.warp_specialize([
-        (consumer, (dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, 0, DKV, SCALES, HEADS, DKV_STRIDES)),
-        (consumer, (dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, 1, DKV, SCALES, HEADS, DKV_STRIDES)),
-        (producer, (x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items, DKV, HEADS)),
+        (consumer, (dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, 0, DKV, SCALES, H, GROUP_SIZE, D, DKV_STRIDES)),
+        (consumer, (dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, 1, DKV, SCALES, H, GROUP_SIZE, D, DKV_STRIDES)),
+        (producer, (x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items, DKV, H, GROUP_SIZE, D)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -255,7 +239,7 @@ def launch_backward(op: Any, c: Lowering, tile: AttentionConfig, stats: Tensor, 
             "heads": lambda s: s.batch * heads,
         },
         {
-            "DKV": keys, "SCALES": (scale_log2, constant_scale(op, D)), "HEADS": (op.heads, group_size, D),
+            "DKV": keys, "SCALES": (scale_log2, constant_scale(op, D)), "H": op.heads, "GROUP_SIZE": group_size, "D": D,
             "STAGES": tile.num_stages, "DKV_STRIDES": (results["dx"].row_stride, op.dv.row_stride if keys else 0),
         },
         grid=lambda s: (min(c.target.sms, ceil_div(s.seq, BLOCK.value) * s.batch * heads),),

@@ -5,8 +5,6 @@ the upper half of each key's columns moves to the next position (modded-nanogpt'
 
 A program has BR heads, adjacent in memory, in registers (BR, BC): each is read once. BC: D padded to a power of two."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering
@@ -16,7 +14,7 @@ from barellm.program.integers import ceil_div
 
 
 @device
-def rotate(v, cos, sin, position, mask, D: tl.constexpr, BACK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def rotate(v, cos, sin, position, mask, D, BACK, BR, BC):
     """Heads v (BR, BC), whose planes (pairs of adjacent columns) are rotated by the angles of `position` (BR,), or with BACK by the
     negative angles; planes from D / 4 on stay (half-truncated)."""
     plane = tl.arange(0, BC // 2)
@@ -30,7 +28,7 @@ def rotate(v, cos, sin, position, mask, D: tl.constexpr, BACK: tl.constexpr, BR:
 
 
 @device
-def head_indices(rows, seq, COUNT: tl.constexpr, PAIRED: tl.constexpr, BR: tl.constexpr):
+def head_indices(rows, seq, COUNT, PAIRED, BR):
     """(index in the tensor, mask, row, head in the row, position in the sequence, position in the tables) of each of BR heads."""
     unit = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     row, head = unit // COUNT, (unit % COUNT).to(tl.int32)
@@ -42,11 +40,7 @@ def head_indices(rows, seq, COUNT: tl.constexpr, PAIRED: tl.constexpr, BR: tl.co
 
 
 @device
-def qk_rotary(
-    y, rstd, x, cos, sin, rows, seq,
-    X_STRIDE: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, COUNT: tl.constexpr, PAIRED: tl.constexpr, SHIFT: tl.constexpr,
-    EPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
+def qk_rotary(y, rstd, x, cos, sin, rows, seq, X_STRIDE, D, HEADS, COUNT, PAIRED, SHIFT, EPS, BR, BC):
     """y = rotated x * rstd, and rstd of each head. SHIFT: the upper half of a key is stored in the next position's row; that of the
     last position is dropped, and the first position keeps its own, too."""
     unit, live, row, head, t, position = head_indices(rows, seq, COUNT, PAIRED, BR)
@@ -68,10 +62,8 @@ def qk_rotary(
 
 @device
 def qk_rotary_backward(
-    dx, dy, x, rstd, cos, sin, scalars, rows, seq,
-    X_STRIDE: tl.constexpr, DX_STRIDE: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, COUNT: tl.constexpr,
-    PAIRED: tl.constexpr, SHIFT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+    dx, dy, x, rstd, cos, sin, scalars, rows, seq, X_STRIDE, DX_STRIDE, D, HEADS, COUNT, PAIRED, SHIFT, BR, BC, MODE
+):
     """dx = rstd (dn - n mean(dn n)), with dn = dy rotated back and n = x rstd. SHIFT: dy is read where the forward pass stored a
     key's upper half."""
     unit, live, row, head, t, position = head_indices(rows, seq, COUNT, PAIRED, BR)

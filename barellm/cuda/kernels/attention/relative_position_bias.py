@@ -5,22 +5,18 @@ A tile of BT queries from m0 on and BT keys from n0 on has 2 BT - 1 distances. T
 distances, (BT, 2 BT), has the term of query a and key b in column a - b + BT, and the gradient goes the same way back; column 0 is
 unused. Both are gathers along a row."""
 
-from __future__ import annotations
-
 from barellm.cuda.kernels.attention.attention_tiles import row_pointers
 from barellm.cuda.lang import device, tl
 
 
 @device
-def has_terms(m0, n0, BT: tl.constexpr, TERMS: tl.constexpr):
+def has_terms(m0, n0, BT, TERMS):
     """Whether any pair of a tile's queries and keys is at a distance that has a term."""
     return (m0 - n0 + BT > TERMS[0]) & (m0 - n0 - BT < TERMS[0] + TERMS[1] - 1)
 
 
 @device
-def vectors_of(
-    relative, gap, BT: tl.constexpr, TERMS: tl.constexpr, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-):  # fmt: skip
+def vectors_of(relative, gap, BT, TERMS, C, D, DP):
     """The vectors (2 BT, DP) of the distances from gap - BT on, gap = m0 - n0; zeros for distances without a term. `relative`: of
     the head's first column."""
     w, d = tl.arange(0, 2 * BT), tl.arange(0, DP)
@@ -30,19 +26,19 @@ def vectors_of(
 
 
 @device
-def to_keys(terms, BT: tl.constexpr):
+def to_keys(terms, BT):
     """Terms by distance (BT queries, 2 BT) as terms by key (BT queries, BT keys)."""
     return tl.gather(terms, tl.arange(0, BT)[:, None] - tl.arange(0, BT)[None, :] + BT, 1)
 
 
 @device
-def to_keys_transposed(terms, BT: tl.constexpr):
+def to_keys_transposed(terms, BT):
     """Terms by distance (2 BT, BT queries) as terms by key (BT keys, BT queries)."""
     return tl.gather(terms, tl.arange(0, BT)[None, :] - tl.arange(0, BT)[:, None] + BT, 0)
 
 
 @device
-def to_distances(ds, BT: tl.constexpr):
+def to_distances(ds, BT):
     """Gradients by key (BT queries, BT keys) as gradients by distance (BT queries, 2 BT), 0 where the tile has no such key."""
     key = tl.arange(0, BT)[:, None] + BT - tl.arange(0, 2 * BT)[None, :]
     in_tile = (key >= 0) & (key < BT)
@@ -50,10 +46,7 @@ def to_distances(ds, BT: tl.constexpr):
 
 
 @device
-def add_terms(
-    s, queries, relative, m0, n0, TRANSPOSED: tl.constexpr, BT: tl.constexpr, TERMS: tl.constexpr,
-    C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-):  # fmt: skip
+def add_terms(s, queries, relative, m0, n0, TRANSPOSED, BT, TERMS, C, D, DP):
     """Scores s (BT queries, BT keys), or TRANSPOSED, plus their relative terms; `queries` (BT, DP). Tiles without terms skip it."""
     if has_terms(m0, n0, BT, TERMS):
         vectors = vectors_of(relative, m0 - n0, BT, TERMS, C, D, DP)
@@ -65,9 +58,7 @@ def add_terms(
 
 
 @device
-def add_terms_dq(
-    dq, ds, relative, m0, n0, BT: tl.constexpr, TERMS: tl.constexpr, C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-):  # fmt: skip
+def add_terms_dq(dq, ds, relative, m0, n0, BT, TERMS, C, D, DP):
     """dq (BT, DP) plus the relative terms' part: the scores' gradient ds (BT, BT) times the vectors of the distances."""
     if has_terms(m0, n0, BT, TERMS):
         vectors = vectors_of(relative, m0 - n0, BT, TERMS, C, D, DP)

@@ -5,8 +5,6 @@ the sums of 2 BT distances, the lower half of which the program of the gap befor
 (slices, 2, M, H * D), which are added in order, so no program adds to another's sums. It does 10 BT^2 D operations for each tile
 that it finds, because it recomputes the scores and their gradient."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +15,9 @@ from barellm.cuda.kernel import Count, Lowering, Sizes, mode
 from barellm.cuda.kernels.attention.attention import options
 from barellm.cuda.kernels.attention.attention_backward import STATS, stats_of
 from barellm.cuda.kernels.attention.attention_tiles import kv_pointer, load_rows
-from barellm.cuda.kernels.attention.block_sparse_attention import axis_size, is_visible
+from barellm.cuda.kernels.attention.block_sparse_attention import is_visible
 from barellm.cuda.kernels.attention.relative_position_bias import to_distances, to_keys, vectors_of
+from barellm.cuda.kernels.common import axis_size
 from barellm.cuda.kernels.gemm.split_k import reduce_splits
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
@@ -28,14 +27,14 @@ MIN_TILES = 16
 
 
 @device
-def kind_of_block(rows, row, key, LAYOUT: tl.constexpr, LONGEST: tl.constexpr):
+def kind_of_block(rows, row, key, LISTS, ENTRIES, LONGEST):
     """The kind of the block of keys `key` in list `row` of the table `rows` (block_sparse_attention.py); -1 if it is not listed.
     All entries, LONGEST at most, are compared at once."""
     begin, end = tl.load(rows + row), tl.load(rows + row + 1)
-    pointers = rows + LAYOUT[1] + 1 + begin + tl.arange(0, LONGEST)
+    pointers = rows + LISTS + 1 + begin + tl.arange(0, LONGEST)
     inside = begin + tl.arange(0, LONGEST) < end
     match = tl.load(pointers, mask=inside, other=-1) == key
-    return tl.sum(tl.where(match, tl.load(pointers + LAYOUT[2], mask=match, other=0) + 1, 0), 0) - 1
+    return tl.sum(tl.where(match, tl.load(pointers + ENTRIES, mask=match, other=0) + 1, 0), 0) - 1
 
 
 @dataclass(frozen=True)
@@ -64,17 +63,11 @@ class Tiles:
 
 @device
 def block_sparse_attention_drelative(
-    partials, q, k, v, dout, stats, rows, masks, relative, chunk, count, seq, SCALE_LOG2: tl.constexpr, SOFTMAX_SCALE: tl.constexpr,
-    HEADS: tl.constexpr, STRIDES: tl.constexpr, OFFSETS: tl.constexpr, LAYOUT: tl.constexpr, TERMS: tl.constexpr,
-    LEAST: tl.constexpr, LONGEST: tl.constexpr, BT: tl.constexpr,
+    partials, q, k, v, dout, stats, rows, masks, relative, chunk, count, seq,
+    SCALE_LOG2, SOFTMAX_SCALE, H, GROUP_SIZE, D, DP, STRIDES, OFFSETS, BLOCK, LISTS, ENTRIES, TERMS, LEAST, LONGEST, BT,
 ):  # fmt: skip
     """partials (slices, 2, M, H * D): the sums over tiles of the scores' gradients by distance, transposed, times the queries.
     Grid: gaps from LEAST tiles on, heads, slices of `chunk` of the `count` tiles of queries of all sequences."""
-    H: tl.constexpr = HEADS[0]
-    GROUP_SIZE: tl.constexpr = HEADS[1]
-    D: tl.constexpr = HEADS[2]
-    DP: tl.constexpr = HEADS[3]
-    BLOCK: tl.constexpr = LAYOUT[0]
     C: tl.constexpr = H * D
     gap, head, slice = LEAST + tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tiles = (seq + BT - 1) // BT
@@ -85,7 +78,7 @@ def block_sparse_attention_drelative(
     for i in range(slice * chunk, tl.minimum(slice * chunk + chunk, count)):
         sequence, m0, n0 = i // tiles, i % tiles * BT, (i % tiles - gap) * BT
         if (n0 >= 0) & (n0 < seq):
-            kind = kind_of_block(rows, head * (LAYOUT[1] // H) + m0 // BLOCK, n0 // BLOCK, LAYOUT, LONGEST)
+            kind = kind_of_block(rows, head * (LISTS // H) + m0 // BLOCK, n0 // BLOCK, LISTS, ENTRIES, LONGEST)
             if kind >= 0:
                 token0 = sequence.to(tl.int64) * seq
                 queries = load_rows(q + token0 * STRIDES[0] + head * D, m0, seq, STRIDES[0], BT, D, DP)
@@ -112,7 +105,7 @@ def block_sparse_attention_drelative(
 def append_drelative(c: Lowering, op: Any, tile: AttentionConfig, operands: dict[str, Any], constants: dict[str, Any]) -> None:
     """Launch drelative (M, H * D) of an op: `block_sparse_attention_drelative` by square tiles, then the sum of its partials. With
     heads wider than 64 columns, tiles larger than 16 spill. `operands`, `constants`: those of dq's kernel."""
-    BT = tile.keys if constants["HEADS"][3] <= 64 else min(tile.keys, 16)
+    BT = tile.keys if constants["DP"] <= 64 else min(tile.keys, 16)
     first, last = op.distances
     gaps = range(first // BT, last // BT + 2)
     count = Tiles(axis_size(op.q, 0), axis_size(op.q, 1), BT)

@@ -2,8 +2,6 @@
 is half a head's columns. A plane is a pair of columns of one head, HALF apart, that is rotated. x and y are moved once; tables are
 cached."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
@@ -15,10 +13,7 @@ WIDE = 256  # planes, or columns that pass through, of one program's row
 
 
 @device
-def rope(
-    y, x, cos, sin, scalars, rows, seq, W: tl.constexpr, ROTARY_DIM: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+def rope(y, x, cos, sin, scalars, rows, seq, W, ROTARY_DIM, HALF, INVERSE, BR, BC, MODE):
     """Rotate the first ROTARY_DIM columns (complete heads) of each row by the angles of its position pos + t, and copy the other
     columns. INVERSE: by the negative angles, for the gradient. Grid: blocks of BR rows; blocks of BC planes, then of BC columns to
     copy."""

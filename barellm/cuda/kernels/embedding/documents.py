@@ -1,8 +1,6 @@
 """Hashed bigram ids, and where documents begin. Shapes: tokens, ids, starts (batch, seq), cu_seqlens (batch, SLOTS), all i32:
 cu_seqlens has the first position of each document of a row, then seq in the slots that are left."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering
@@ -18,8 +16,7 @@ TOKEN_FACTOR, BEFORE_FACTOR = (constant(factor) for factor in HASH)
     "bigram_ids", also=dict.fromkeys(("ids", "tokens"), "i32"),
     constants=lambda op: {"MODULUS": op.buckets - 1, "RESERVED": op.reserved},
 )  # fmt: skip
-@device
-def bigram_ids(ids, tokens, units, seq, MODULUS: tl.constexpr, RESERVED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+def bigram_ids(ids, tokens, units, seq, MODULUS, RESERVED, UNIT, BLOCK):
     """ids = (token * TOKEN_FACTOR xor previous token * BEFORE_FACTOR) mod MODULUS, in i32 with wrap-around; MODULUS, the last
     bucket, at the first position of a row. RESERVED: at position 1 the previous token counts as MODULUS."""
     i, mask = flat_indices(units, UNIT, BLOCK)
@@ -34,7 +31,7 @@ def bigram_ids(ids, tokens, units, seq, MODULUS: tl.constexpr, RESERVED: tl.cons
 
 
 @device
-def cu_seqlens(cu_seqlens, tokens, seq, SEPARATOR: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+def cu_seqlens(cu_seqlens, tokens, seq, SEPARATOR, SLOTS, BLOCK):
     """cu_seqlens of one row: a document begins at position 0 and at each later SEPARATOR; slots that are left get seq. A program
     goes through its row BLOCK tokens at a time, because a document's slot is the number of those that begin before it."""
     row = tl.program_id(0).to(tl.int64)
@@ -59,7 +56,7 @@ def lower_cu_seqlens(op: Any, c: Lowering) -> None:
 
 
 @device
-def document_starts(starts, cu_seqlens, seq, parts, SLOTS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+def document_starts(starts, cu_seqlens, seq, parts, SLOTS, BITS, BLOCK):
     """starts of BLOCK positions of a row (`parts` blocks a row): the last entry of cu_seqlens that is not beyond the position, by
     binary search over BITS bits of the slot."""
     row = (tl.program_id(0) // parts).to(tl.int64)

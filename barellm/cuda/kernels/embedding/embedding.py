@@ -7,8 +7,6 @@ keys each, whatever their ids: a frequent token is spread over as many programs 
 keys is written at once; of a token that spans programs each keeps a partial sum, and those are added in order (a segmented
 reduction)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
@@ -25,7 +23,7 @@ COLUMNS = 256  # of dy, for each program
 
 
 @device
-def embedding(y, tokens, wte, wte_lo, wpe, wpe_lo, scalars, rows, seq, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def embedding(y, tokens, wte, wte_lo, wpe, wpe_lo, scalars, rows, seq, C, BR, BC):
     """y = wte[token], plus wpe[pos + t] if there are position embeddings; a block (BR, BC) for each program. NAME_lo: second planes
     of weights, or None (storage.py)."""
     row, column, mask = tile_indices(rows, C, BR, BC)
@@ -46,9 +44,7 @@ def lower_embedding(op: Any, c: Lowering) -> None:
 
 
 @device
-def embedding_dwpe(
-    dweight, dy, scalars, rows, batch, seq, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+def embedding_dwpe(dweight, dy, scalars, rows, batch, seq, C, BR, BC, MODE):
     """The gradient of position embeddings: dweight[t] = sum of dy[:, t] over the batch in order; zero beyond the sequence. `rows`:
     those of dweight; a block (BR, BC) of it for each program."""
     row, column, mask = tile_indices(rows, C, BR, BC)
@@ -67,7 +63,7 @@ def lower_embedding_dwpe(op: Any, c: Lowering) -> None:
 
 
 @device
-def sort_blocks(keys, tokens, n, BLOCK: tl.constexpr):
+def sort_blocks(keys, tokens, n, BLOCK):
     """keys (n) i64 = token * 2^32 + position, each BLOCK of them sorted; what is beyond n sorts last."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(tokens + i, mask=i < n, other=0x7FFFFFFF).to(tl.int64)
@@ -88,7 +84,7 @@ def count_below(keys, key, first, last, steps):
 
 
 @device
-def merge_runs(merged, keys, n, run, steps, BLOCK: tl.constexpr):
+def merge_runs(merged, keys, n, run, steps, BLOCK):
     """Merge neighbouring runs of `run` sorted keys into `merged`: a key's position is that in its own run plus the number of keys
     below it in the other run. A program does BLOCK keys."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -102,9 +98,7 @@ def merge_runs(merged, keys, n, run, steps, BLOCK: tl.constexpr):
 
 
 @device
-def add_token_rows(
-    dweight, partials, keys, dy, scalars, n, C: tl.constexpr, STEPS: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+def add_token_rows(dweight, partials, keys, dy, scalars, n, C, STEPS, BC, MODE):
     """Sum dy's rows by token, for STEPS sorted keys and a block of columns. A token all of whose keys are here goes to dweight.
     partials (programs, 2, C): the sum of a token that began before the first key, and of one that continues after the last; of one
     that does both only the first."""
@@ -133,10 +127,7 @@ def add_token_rows(
 
 
 @device
-def join_token_rows(
-    dweight, partials, keys, scalars, n, steps,
-    C: tl.constexpr, STEPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+def join_token_rows(dweight, partials, keys, scalars, n, steps, C, STEPS, BR, BC, MODE):
     """dweight of a token whose keys span programs, by the program in which it began: the sum of its partials, in order, BR at a
     time."""
     program = tl.program_id(0)
@@ -159,9 +150,7 @@ def join_token_rows(
 
 
 @device
-def clear_absent_tokens(
-    dweight, keys, scalars, rows, n, steps, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+def clear_absent_tokens(dweight, keys, scalars, rows, n, steps, C, BR, BC, MODE):
     """Store zeros in the rows of dweight (rows, C) of tokens that do not occur, unless the run adds to dweight."""
     row, column, mask = tile_indices(rows, C, BR, BC)
     first = tl.zeros((BR,), tl.int32)

@@ -12,8 +12,6 @@ A program of y or dx is BM tokens and one segment, whose blocks it walks in one 
 memory twice; an empty list gives zeros. Segments of a long list, which would keep one multiprocessor busy alone, go to `partials`
 and are added in order. A program of the gradient is one block and a split-K slice of the tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda import gemm_config
@@ -31,11 +29,7 @@ TOKENS = 64  # BM: of a program, or of a step of the gradient
 
 
 @device
-def block_gemm(
-    out, partials, x, weight, table, scalars, rows, MODE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr,
-    K: tl.constexpr, SLOTS: tl.constexpr, OTHERS: tl.constexpr, ENTRIES: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr,
-    BM: tl.constexpr,
-):  # fmt: skip
+def block_gemm(out, partials, x, weight, table, scalars, rows, MODE, TRANSPOSED, C, K, SLOTS, OTHERS, ENTRIES, BS, BP, BM):
     """BM rows of one segment's columns: of out (rows, K), or of their slot in partials (rows, SLOTS * BS). x (rows, C); TRANSPOSED:
     by the transposes of the blocks, for dx. Grid: blocks of rows, segments."""
     segment, m0 = table + 4 * tl.program_id(1), tl.program_id(0) * BM  # the segment's four numbers
@@ -59,10 +53,7 @@ def block_gemm(
 
 
 @device
-def add_slots(
-    out, partials, table, scalars, rows, MODE: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, CUTS: tl.constexpr,
-    BS: tl.constexpr, BP: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
+def add_slots(out, partials, table, scalars, rows, MODE, K, SLOTS, CUTS, BS, BP, BM):
     """BM rows of one cut's columns of out: the sum of its slots of partials (rows, SLOTS * BS), in order. Grid: blocks of rows,
     cuts."""
     cut = table + CUTS + 3 * tl.program_id(1)
@@ -75,10 +66,7 @@ def add_slots(
 
 
 @device
-def block_gradient(
-    partials, x, dy, places, rows, chunk, C: tl.constexpr, K: tl.constexpr, ENTRIES: tl.constexpr, BS: tl.constexpr,
-    BP: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
+def block_gradient(partials, x, dy, places, rows, chunk, C, K, ENTRIES, BS, BP, BM):
     """The gradient x^T dy of one block over `chunk` rows: partials (slices, ENTRIES, BS, BS). `places` (2, ENTRIES): the block row
     and column of each block of W, so the columns of x and dy. Grid: blocks, split-K slices."""
     number, slice = tl.program_id(0), tl.program_id(1)

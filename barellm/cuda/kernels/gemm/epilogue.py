@@ -15,7 +15,7 @@ from barellm.cuda.lang import device, tl
 
 
 @device
-def row_offsets(at, row, N, STRIDE: tl.constexpr):
+def row_offsets(at, row, N: tl.int32, STRIDE):
     """Offsets `at` (BM, BN) of elements of a contiguous matrix (M, N), whose rows are `row` (BM,), changed to those in a matrix
     whose rows are STRIDE elements apart (None: contiguous)."""
     if STRIDE is not None:
@@ -25,8 +25,8 @@ def row_offsets(at, row, N, STRIDE: tl.constexpr):
 
 @device
 def epilogue_tile(
-    out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE: tl.constexpr, MODE: tl.constexpr, SUBTILES: tl.constexpr,
-    OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
+    out, pre, bias, other, scalars, acc, m0, n0, at, M: tl.int32, N: tl.int32,
+    EPILOGUE, MODE, SUBTILES, OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE,
 ):  # fmt: skip
     """Epilogue of the accumulators (BM, BN) of the tile at (m0, n0), whose first element is number `at`. It is done in SUBTILES (a
     power of two) parts of the columns, one after the other, by halving: `pre` and `other` then need few registers at a time."""
@@ -49,9 +49,8 @@ def epilogue_tile(
 
 @device
 def epilogue_subtile(
-    out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
-    OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
-):  # fmt: skip
+    out, pre, bias, other, scalars, acc, m0, n0, at, M: tl.int32, N: tl.int32, EPILOGUE, MODE, OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE
+):
     """Epilogue and store of accumulators (BM, BN) fp32 whose first element is (m0, n0), number `at`, masked to (M, N)."""
     m, n = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
     n_in = n < N - n0

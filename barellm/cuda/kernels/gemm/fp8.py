@@ -28,7 +28,7 @@ TRANSPOSE_TILE = 64  # side of the tiles that are transposed
 
 
 @device
-def divisor(scale, scalars, PER_TARGET: tl.constexpr):
+def divisor(scale, scalars, PER_TARGET):
     """The number that one code stands for: `scale`, times inv_targets where PER_TARGET."""
     by = tl.load(scale)
     if PER_TARGET:
@@ -37,7 +37,7 @@ def divisor(scale, scalars, PER_TARGET: tl.constexpr):
 
 
 @device
-def quantise(y, x, scale, scalars, units, PER_TARGET: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+def quantise(y, x, scale, scalars, units, PER_TARGET, UNIT, BLOCK):
     """y = x / scale, rounded to y's dtype; conversions to 8 bits saturate. The division is correctly rounded, as on the CPU."""
     i, mask = flat_indices(units, UNIT, BLOCK)
     value = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
@@ -46,7 +46,7 @@ def quantise(y, x, scale, scalars, units, PER_TARGET: tl.constexpr, UNIT: tl.con
 
 
 @device
-def transpose_codes(y, x, rows, COLUMNS: tl.constexpr, Y_STRIDE: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr):
+def transpose_codes(y, x, rows, COLUMNS, Y_STRIDE, DEPTH, TILE):
     """y (COLUMNS, rows) = x^T of x (rows, COLUMNS), a TILE x TILE tile for each program. Rows of y are Y_STRIDE elements apart,
     with zeros behind the last element up to a multiple of DEPTH, so that the GEMM needs no mask over K."""
     ACROSS: tl.constexpr = (COLUMNS + TILE - 1) // TILE
@@ -62,9 +62,8 @@ def transpose_codes(y, x, rows, COLUMNS: tl.constexpr, Y_STRIDE: tl.constexpr, D
 
 @device
 def fp8_gemm(
-    out, a, b, scale, other_scale, scalars, M, depth,
-    N: tl.constexpr, A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, EVEN: tl.constexpr, FP8: tl.constexpr,
-    PER_TARGET: tl.constexpr, MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    out, a, b, scale, other_scale, scalars, M: tl.int32, depth,
+    N, A_STRIDE, B_STRIDE, EVEN, FP8, PER_TARGET, MODE, BM, BN, BK, GROUP,
 ):  # fmt: skip
     """One (BM, BN) tile of out (M, N) = a b^T * scale * other_scale, of a (M, depth) and b (N, depth). NAME_STRIDE: elements from a
     row to the next. EVEN: rows are zeros from `depth` up to a multiple of BK, so no mask over K is needed. FP8: operands are e4m3

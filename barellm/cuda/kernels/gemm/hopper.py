@@ -30,9 +30,8 @@ from barellm.runtime.lowering import Region, part, view_stride
 
 @gluon
 def hopper_gemm(
-    out_map, pre_map, a_map, b_map, c_map, bias, sums, scalars, M, N, K, k_per_split, group,
-    A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr,
-    TILE_N: gl.constexpr, STAGES: gl.constexpr, EPI_STAGES: gl.constexpr,
+    out_map, pre_map, a_map, b_map, c_map, bias, sums, scalars, M: gl.int32, N: gl.int32, K: gl.int32, k_per_split, group,
+    A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, TILE_N, STAGES, EPI_STAGES,
 ):  # fmt: skip
     """Allocate shared memory and mbarriers, and start the warps: out (M, N) = a (M, K) b (K, N). With split-K, slice p of K,
     `k_per_split` long, is written to rows p M onwards of out. NAME_map: tensor maps; `pre_map`: the pre-activation that the

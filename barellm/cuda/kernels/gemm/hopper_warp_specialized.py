@@ -44,7 +44,7 @@ LEAD = constant(2)  # steps that the first consumer is ahead of the second, if t
 
 
 @gluon
-def tile_counts(sizes, TILE_N: gl.constexpr):
+def tile_counts(sizes, TILE_N):
     """The number of tiles, and of work items: tiles times split-K slices."""
     M, N, K, k_per_split, _ = sizes
     tiles = gl.cdiv(M, TILE_M) * gl.cdiv(N, TILE_N)
@@ -52,7 +52,7 @@ def tile_counts(sizes, TILE_N: gl.constexpr):
 
 
 @gluon
-def tile_at(w, tiles, sizes, TILE_N: gl.constexpr):
+def tile_at(w, tiles, sizes, TILE_N):
     """The tile scheduler: first row, first column, start and end in K of work item w. All tiles of a split-K slice come before the
     next slice; within it tiles are rasterized in groups of `group` rows, column by column."""
     M, N, K, k_per_split, group = sizes
@@ -67,7 +67,7 @@ def tile_at(w, tiles, sizes, TILE_N: gl.constexpr):
 
 
 @gluon
-def producer(a_map, b_map, pipeline, sizes, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, TILE_N: gl.constexpr):
+def producer(a_map, b_map, pipeline, sizes, A_TRANSPOSED, B_TRANSPOSED, TILE_N):
     """The producer warp: TMA loads of a (two boxes of WG_M rows) and b into every free stage, ahead into the next tile."""
     a_ring, b_ring, full, empty = pipeline
     STAGES: gl.constexpr = full.shape[0]
@@ -90,7 +90,7 @@ def producer(a_map, b_map, pipeline, sizes, A_TRANSPOSED: gl.constexpr, B_TRANSP
 
 
 @gluon
-def load_c(c_map, scalars, c_pipeline, sizes, WG: gl.constexpr, EPILOGUE: gl.constexpr, TILE_N: gl.constexpr):
+def load_c(c_map, scalars, c_pipeline, sizes, WG, EPILOGUE, TILE_N):
     """A load_c warp: TMA loads of the subtiles of C (WG_M rows, 128 bytes) that the epilogue of consumer WG reads, into its free
     buffers. EPILOGUE "start": only where the run's `accumulate` adds to what is there."""
     c_buffers, c_full, c_empty = c_pipeline
@@ -114,7 +114,7 @@ def load_c(c_map, scalars, c_pipeline, sizes, WG: gl.constexpr, EPILOGUE: gl.con
 @gluon
 def consumer(
     out_map, pre_map, bias, scalars, pipeline, c_pipeline, stagger, row_sums, sizes,
-    WG: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, EPILOGUE: gl.constexpr, TILE_N: gl.constexpr,
+    WG, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, TILE_N,
 ):  # fmt: skip
     """Mainloop and epilogue of WG_M rows of each tile. The tensor cores serve both consumers in turn, or the one that is not in its
     epilogue. In step they would be in it at once, so the second starts when the first has issued the wgmma of two steps: nothing
@@ -169,13 +169,13 @@ def consumer(
 
 
 @gluon
-def lead(STAGES: gl.constexpr):
+def lead(STAGES):
     """Steps that consumer 0 is ahead: it may hold all stages but one."""
     return LEAD if STAGES > LEAD else STAGES - 1
 
 
 @gluon
-def smem_operands(pipeline, i, WG: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr):
+def smem_operands(pipeline, i, WG, A_TRANSPOSED, B_TRANSPOSED):
     """The wgmma operands of step i in shared memory: consumer WG's rows of a (WG_M, TILE_K), and b (TILE_K, TILE_N)."""
     s = i % pipeline[2].shape[0]
     a, b = pipeline[0].index(2 * s + WG), pipeline[1].index(s)
@@ -187,7 +187,7 @@ def smem_operands(pipeline, i, WG: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_T
 
 
 @gluon
-def consumer_release(empty, stagger, i, another, WG: gl.constexpr):
+def consumer_release(empty, stagger, i, another, WG):
     """When wgmma i is issued, i - 1 is done: arrive at its stage's empty barrier, if it is of the same tile (`another`)."""
     STAGES: gl.constexpr = empty.shape[0]
     hopper.mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), pred=another)
@@ -196,7 +196,7 @@ def consumer_release(empty, stagger, i, another, WG: gl.constexpr):
 
 
 @gluon
-def mainloop(acc, pipeline, stagger, start, stop, i, WG: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr):
+def mainloop(acc, pipeline, stagger, start, stop, i, WG, A_TRANSPOSED, B_TRANSPOSED):
     """Accumulate acc (WG_M, TILE_N) over [start, stop) of K, beginning with step i; gives it and the next step. One wgmma stays in
     flight, so the tensor cores never wait for this loop."""
     for k in range(start, stop, TILE_K):
@@ -210,9 +210,7 @@ def mainloop(acc, pipeline, stagger, start, stop, i, WG: gl.constexpr, A_TRANSPO
 
 
 @gluon
-def epilogue(
-    acc, out_map, pre_map, bias, adding, c_pipeline, row, column, N, stored, WG: gl.constexpr, EPILOGUE: gl.constexpr
-):  # fmt: skip
+def epilogue(acc, out_map, pre_map, bias, adding, c_pipeline, row, column, N: gl.int32, stored, WG, EPILOGUE):
     """Epilogue and TMA store of accumulators (WG_M, TILE_N) at (row, column) of out, in subtiles as wide as a buffer (128 bytes).
     EPILOGUE: as in epilogue.py, or "add" (to out) and "start" (add if `adding`), which read C as "residual" does. `stored`:
     subtiles that this consumer has stored so far; gives the new count."""
@@ -256,7 +254,7 @@ def epilogue(
 
 
 @gluon
-def split_columns(x, COUNT: gl.constexpr):
+def split_columns(x, COUNT):
     """x (rows, cols) as a tuple of COUNT subtiles (rows, cols / COUNT), by halving. No data moves: in the layout of wgmma's results
     a thread's registers count the columns beyond 8, so each half is half of them."""
     if COUNT == 1:

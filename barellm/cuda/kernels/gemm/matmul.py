@@ -42,10 +42,9 @@ SUBTILE_N = 64  # columns of a tile that a fused epilogue handles at a time: mor
 
 @device
 def gemm(
-    out, pre, a, b, bias, other, scalars, M, N, K, k_per_split,
-    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SUBTILES: tl.constexpr, TF32: tl.constexpr,
-    A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
+    out, pre, a, b, bias, other, scalars, M: tl.int32, N: tl.int32, K: tl.int32, k_per_split,
+    A_TRANSPOSED, B_TRANSPOSED, EVEN_K, EPILOGUE, MODE, BM, BN, BK, GROUP, SUBTILES, TF32, A_STRIDE, B_STRIDE, OUT_STRIDE,
+    PRE_STRIDE, OTHER_STRIDE,
 ):  # fmt: skip
     """One (BM, BN) tile of out (M, N) = a b, in steps of BK. `other`: the matrix that the epilogue reads. With `k_per_split`, axis
     1 of the grid counts split-K slices of so many of K, and slice s writes the s-th (M, N) of out. EVEN_K: BK divides K. A tile

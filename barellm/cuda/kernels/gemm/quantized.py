@@ -12,8 +12,6 @@ of 4 bits becomes an fp32 by a magic exponent: the bits of a number 2^m + n are 
 a mask, an "or" and one subtraction make n - 8, exactly. A value of a table is cut out of four constants of 64 bits (T0 to T3, four
 bf16 in each; None for integers). More rows: the matrix is dequantized in the dtype of x, and multiplied as any other."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +33,7 @@ BLOCKS_DEQUANTIZED = 64  # of a tile, by one program
 
 
 @device
-def code_value(words, NIBBLE: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr):
+def code_value(words, NIBBLE, T0, T1, T2, T3):
     """The fp32 value, without its scale, of one 4-bit code of each word: n - 8, or element n of the table T0 to T3. NIBBLE: the
     code's index in the order in which `quantized_skinny_gemm` takes them, four of the lower column, then four of the upper one."""
     lowest_bit: tl.constexpr = NIBBLE % 4 * 4 + NIBBLE // 4 * 16  # the code's lowest bit in the word
@@ -62,10 +60,7 @@ def power_of_two(exponents):
 @device
 def quantized_skinny_gemm(
     out, pre, x, codes, scales, bias, other, scalars, rows,
-    N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, BB: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    WIDE: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr,
-    EPILOGUE: tl.constexpr, MODE: tl.constexpr,
-    X_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
+    N, K, BLOCKS, BB, GROUPS, GROUP, WIDE, T0, T1, T2, T3, EPILOGUE, MODE, X_STRIDE, OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE,
 ):  # fmt: skip
     """One tile, 16 columns, of out (rows, N) = x (rows, K) weight^T with its epilogue (epilogue.py), for all rows, BB blocks at a
     time. BLOCKS, GROUPS: blocks and groups of K; GROUP: blocks of a group. WIDE: 8-bit codes. Each thread has words of the same two
@@ -124,7 +119,7 @@ def quantized_skinny_gemm(
 
 
 @device
-def sum_columns(products, ELEMENTS: tl.constexpr, PAIRS: tl.constexpr):
+def sum_columns(products, ELEMENTS, PAIRS):
     """Sums (columns,) of products (blocks, words) over the blocks and over the ELEMENTS words of a block that have the same column.
     PAIRS 1 (8-bit codes): 4 columns, their words 4 apart. PAIRS 2 (4-bit codes): 8 column pairs, their words 2 apart."""
     sums = tl.sum(products, 0)
@@ -136,11 +131,7 @@ def sum_columns(products, ELEMENTS: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @device
-def dequantize(
-    out, codes, scales,
-    N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, BB: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    WIDE: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr,
-):  # fmt: skip
+def dequantize(out, codes, scales, N, K, BLOCKS, BB, GROUPS, GROUP, WIDE, T0, T1, T2, T3):
     """out (N, K) = the dequantized weight: BB blocks of one tile. The constants are those of `quantized_skinny_gemm`."""
     block_words: tl.constexpr = 32 if WIDE else 16
     tile = tl.program_id(0) // tl.cdiv(BLOCKS, BB)

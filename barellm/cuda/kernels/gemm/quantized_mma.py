@@ -16,8 +16,6 @@ scale. The WARPS of a program take parts of a tile's depth (K).
 A thread's operands of the inline assembly: $0-$3 its four sums, $4 a word of codes (given four times, as $4-$7), $8 and $9 words of
 x, the b operand (again as $10, $11), $12-$15 the sums before."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 
@@ -102,9 +100,7 @@ REGISTERS = constant("=f,=f,=f,=f,r,r,r,r,r,r,r,r,f,f,f,f")
 @gluon
 def quantized_mma(
     out, pre, x, codes, scales, bias, other, scalars, rows,
-    N: gl.constexpr, K: gl.constexpr, BLOCKS: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, FP16: gl.constexpr,
-    NF4: gl.constexpr, EPILOGUE: gl.constexpr, MODE: gl.constexpr,
-    X_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr, PRE_STRIDE: gl.constexpr, OTHER_STRIDE: gl.constexpr,
+    N, K, BLOCKS, GROUPS, GROUP, FP16, NF4, EPILOGUE, MODE, X_STRIDE, OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE,
 ):  # fmt: skip
     """One tile, 16 columns, of out (rows, N) = x (rows, K) weight^T with its epilogue (epilogue.py); rows is at most 8. The WARPS
     sum over different blocks of K, and are added at the end. BLOCKS, GROUPS: blocks and groups of K; GROUP: blocks that share a
@@ -163,7 +159,7 @@ def quantized_mma(
 
 
 @gluon
-def dequantize_mma(words, pairs, sums, FP16: gl.constexpr, NF4: gl.constexpr):
+def dequantize_mma(words, pairs, sums, FP16, NF4):
     """Dequantize the codes of two blocks and multiply by mma.m16n8k16: sums (WARPS, 2, 8, 4, 2) fp32 plus the dot products of words
     of codes (32 WARPS,) and pairs of x (64 WARPS,). To be one elementwise inline assembly of four elements, `pack`, all operands
     are broadcast to the layout of the sums: each thread's registers already hold what the mma takes, so no data moves."""

@@ -5,8 +5,6 @@ read for 2 rows N K operations. So a program reads whole rows of the weight, onc
 multiplication, and keeps them in registers while it goes through the rows of x. Sums are fp32, in an order that depends on K alone:
 results are batch-invariant."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +18,8 @@ from barellm.program.integers import ceil_div
 
 @device
 def skinny_gemm(
-    out, pre, x, weight, bias, other, scalars, rows,
-    N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EPILOGUE: tl.constexpr, MODE: tl.constexpr,
-    X_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, PRE_STRIDE: tl.constexpr, OTHER_STRIDE: tl.constexpr,
-):  # fmt: skip
+    out, pre, x, weight, bias, other, scalars, rows, N, K, BN, BK, EPILOGUE, MODE, X_STRIDE, OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE
+):
     """BN columns of out (rows, N) = x weight^T with its epilogue (epilogue.py), all rows. BK: K padded to a power of two.
     NAME_STRIDE: elements from a row of a view to the next, None where rows are contiguous."""
     x_row: tl.constexpr = X_STRIDE if X_STRIDE is not None else K

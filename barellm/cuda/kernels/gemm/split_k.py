@@ -1,7 +1,5 @@
 """Split-K: fp32 partial results of slices of a sum over tokens, then added in order. How many slices: gemm_config.py."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +14,14 @@ BLOCK = 1024  # elements of out that a program sums
 
 
 @device
-def split_k_reduce(out, partials, scalars, n: tl.constexpr, count, MODE: tl.constexpr, BLOCK: tl.constexpr):
-    """out (n) = the sum of partials (count, n) fp32 over the slices, in order; stored or added as MODE says."""
+def split_k_reduce(out, partials, scalars, count, N, MODE, BLOCK):
+    """out (N) = the sum of partials (count, N) fp32 over the slices, in order; stored or added as MODE says."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < n
+    mask = i < N
     total = tl.zeros((BLOCK,), tl.float32)
     for _ in range(count):
         total += tl.load(partials + i, mask=mask, other=0.0)
-        partials += n
+        partials += N
     store_or_add(out + i, mask, total, scalars, MODE)
 
 
@@ -47,6 +45,6 @@ class SplitK:
 def reduce_splits(c: Lowering, out: Any, partials: Tensor, count: Size | int, n: int, mode: int) -> None:
     """Launch out (n) = the sum of partials (count, n), in order."""
     c.launch(
-        split_k_reduce, {"out": out, "partials": partials, "count": count}, {"n": n, "MODE": mode, "BLOCK": BLOCK},
+        split_k_reduce, {"out": out, "partials": partials, "count": count}, {"N": n, "MODE": mode, "BLOCK": BLOCK},
         grid=lambda s: (ceil_div(n, BLOCK),), writes="out",
     )  # fmt: skip

@@ -2,11 +2,9 @@
 fp32. Columns from VALID on are padding. `loss_scale`: the state of loss scaling (program/loss_scale.py), or None.
 
 A program is a row, read twice: for the loss from memory, for the gradient, which may overwrite it, from L2. V elements of a row are
-read, with the gradient as many written, at one exponential each time. BLOCKS: columns at a time, of the full blocks without
-padding, and of the rest. Full blocks have no masks: those of each column were a third of the instructions of both loops, and
+read, with the gradient as many written, at one exponential each time. BLOCK: columns at a time, of the full blocks without
+padding; REST: of the rest. Full blocks have no masks: those of each column were a third of the instructions of both loops, and
 issuing them took longer than moving the bytes (an H200's counters: 76 % of the issue slots, 41 % of the memory's)."""
-
-from __future__ import annotations
 
 from math import e, log2
 from typing import Any
@@ -26,7 +24,7 @@ LOSSES = 4096  # that total_loss adds at a time
 
 
 @device
-def columns_of(logits, c, V: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexpr):
+def columns_of(logits, c, V, VALID, BLOCK):
     """(logits (BLOCK,) fp32 from column `c` of a row on, -inf in the padding; their columns). The load's mask is that of V: with
     that of VALID, which may be odd, each load would be one element wide."""
     i = c + tl.arange(0, BLOCK)
@@ -44,12 +42,10 @@ def joined(top, sums, x):
 
 
 @device
-def max_and_sum(logits, V: tl.constexpr, VALID: tl.constexpr, BLOCKS: tl.constexpr):
+def max_and_sum(logits, V, VALID, BLOCK, REST):
     """(maximum of a row, sum of exp(row - maximum)), online. Each THREAD_COLUMNS columns of a thread have a running maximum and sum
     of their own, so that threads synchronize only after the full blocks and after the rest; a common maximum would need it in every
     iteration."""
-    BLOCK: tl.constexpr = BLOCKS[0]
-    REST: tl.constexpr = BLOCKS[1]
     FULL: tl.constexpr = VALID // BLOCK * BLOCK
     top, sums = (tl.full((REST // THREAD_COLUMNS,), LOWEST, tl.float32), tl.zeros((REST // THREAD_COLUMNS,), tl.float32))
     for c in range(FULL, VALID, REST):
@@ -68,9 +64,9 @@ def max_and_sum(logits, V: tl.constexpr, VALID: tl.constexpr, BLOCKS: tl.constex
 
 
 @device
-def log_sum_exp(logits, V: tl.constexpr, VALID: tl.constexpr, BLOCKS: tl.constexpr):
+def log_sum_exp(logits, V, VALID, BLOCK, REST):
     """log(sum(exp(row))) over the VALID columns of a row."""
-    top, sums = max_and_sum(logits, V, VALID, BLOCKS)
+    top, sums = max_and_sum(logits, V, VALID, BLOCK, REST)
     return top + tl.math.log2(sums) * LN_2
 
 
@@ -81,16 +77,11 @@ def scale_of(loss_scale):
 
 
 @device
-def write_gradient(
-    dlogits, logits, target, target_logit, lse, loss_scale, scalars,
-    V: tl.constexpr, VALID: tl.constexpr, MODE: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+def write_gradient(dlogits, logits, target, target_logit, lse, loss_scale, scalars, V, VALID, MODE, BLOCK, REST):
     """Store or add (MODE) one row of dlogits = (softmax - onehot) * inv_targets, times the loss scale if there is one; zero where
     the target is ignored, and in the padding. `lse`: the row's log-sum-exp; `at_target`: the target's logit. To store, softmax *
     inv_targets goes everywhere, and then the target's element is corrected: a comparison for each column takes three
     instructions."""
-    BLOCK: tl.constexpr = BLOCKS[0]
-    REST: tl.constexpr = BLOCKS[1]
     FULL: tl.constexpr = VALID // BLOCK * BLOCK
     scale = tl.where(target >= 0, scalar_fp64(scalars, INV_TARGETS).to(tl.float32), 0.0)
     if loss_scale is not None:
@@ -114,52 +105,47 @@ def write_gradient(
 
 
 @device
-def row_losses(
-    losses, lse, dlogits, logits, targets, loss_scale, scalars, V: tl.constexpr, VALID: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+def row_losses(losses, lse, dlogits, logits, targets, loss_scale, scalars, V, VALID, BLOCK, REST):
     """One row: its loss, lse - logits[target], zero where the target is ignored; lse and dlogits if they are given. dlogits may
     alias logits: the target's logit is read before the reduction over the row, so before any thread writes."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     target = tl.load(targets + row)
     target_logit = tl.load(logits + tl.maximum(target, 0)).to(tl.float32)
-    value = log_sum_exp(logits, V, VALID, BLOCKS)
+    value = log_sum_exp(logits, V, VALID, BLOCK, REST)
     tl.store(losses + row, tl.where(target >= 0, value - target_logit, 0.0))
     if lse is not None:
         tl.store(lse + row, value)
     if dlogits is not None:
         write_gradient(
-            dlogits + row * V, logits, target, target_logit, value, loss_scale, scalars, V, VALID, STORE, BLOCKS
+            dlogits + row * V, logits, target, target_logit, value, loss_scale, scalars, V, VALID, STORE, BLOCK, REST
         )  # fmt: skip
 
 
 @device
-def row_scores(losses, margins, logits, targets, scalars, V: tl.constexpr, VALID: tl.constexpr, BLOCKS: tl.constexpr):
+def row_scores(losses, margins, logits, targets, scalars, V, VALID, BLOCK, REST):
     """One row: losses = lse - logits[target] and margins = max(logits) - logits[target], zero where the target is ignored."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     target = tl.load(targets + row)
     target_logit = tl.load(logits + tl.maximum(target, 0)).to(tl.float32)
-    top, sums = max_and_sum(logits, V, VALID, BLOCKS)
+    top, sums = max_and_sum(logits, V, VALID, BLOCK, REST)
     tl.store(losses + row, tl.where(target >= 0, top + tl.math.log2(sums) * LN_2 - target_logit, 0.0))
     tl.store(margins + row, tl.where(target >= 0, top - target_logit, 0.0))
 
 
 @device
-def row_gradients(
-    dlogits, logits, targets, lse, loss_scale, scalars,
-    V: tl.constexpr, VALID: tl.constexpr, MODE: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+def row_gradients(dlogits, logits, targets, lse, loss_scale, scalars, V, VALID, MODE, BLOCK, REST):
     """Backward pass of one row: store or add (MODE) dlogits, from logits, target and the lse of the forward pass."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     target, value = tl.load(targets + row), tl.load(lse + row)
     target_logit = tl.load(logits + tl.maximum(target, 0)).to(tl.float32)
-    write_gradient(dlogits + row * V, logits, target, target_logit, value, loss_scale, scalars, V, VALID, MODE, BLOCKS)
+    write_gradient(dlogits + row * V, logits, target, target_logit, value, loss_scale, scalars, V, VALID, MODE, BLOCK, REST)
 
 
 @device
-def total_loss(loss, losses, scalars, rows, BLOCK: tl.constexpr):
+def total_loss(loss, losses, scalars, rows, BLOCK):
     """loss (1) = inv_targets * sum of losses. One program, so one order."""
     sums, i = tl.zeros((BLOCK,), tl.float32), tl.arange(0, BLOCK)
     for r in range(0, rows, BLOCK):
@@ -173,7 +159,7 @@ def launch_rows(c: Lowering, function: Any, operands: dict[str, Any], rows: Size
     least = MIN_SUM_COLUMNS * THREAD_COLUMNS.value
     block = min(BLOCK, max(pow2(V), least))
     rest = min(block, max(pow2(V - c.op.valid_vocab // block * block), least))
-    constants = {"V": V, "VALID": c.op.valid_vocab, "BLOCKS": (block, rest), **more}
+    constants = {"V": V, "VALID": c.op.valid_vocab, "BLOCK": block, "REST": rest, **more}
     options = {"warps": max(1, block // 512), "registers": 64 if block == BLOCK and function is row_losses else 0}
     c.launch(function, operands, constants, grid=lambda s: (rows(s),), writes=writes, **options)
 

@@ -4,26 +4,24 @@ logits that are not capped, z = x.
 
 Shapes: logits, dlogits (rows, V), of which columns from VALID on are padding; losses, nexts, lse (rows) fp32; targets (rows) i32,
 -1 where ignored. Row r of a launch is row `first` + r of the run, in sequences of `length` rows; `targets` begins at row `first`
-and reaches to the run's end, because the target AHEAD tokens further is that of the row AHEAD rows below. BLOCKS: as in
+and reaches to the run's end, because the target AHEAD tokens further is that of the row AHEAD rows below. BLOCK, REST: as in
 cross_entropy.py, block sizes of the loops over V.
 
 With a cap z is below SCALE, so that exp(z - SCALE) needs no row maximum. An element costs two exponentials and a division a
 pass."""
 
-from __future__ import annotations
-
 from math import e, log2
 from typing import Any
 
-from barellm.cuda.kernel import MODES, Count, Lowering, lowering, mode
-from barellm.cuda.kernels.common import INV_TARGETS, flat_indices, kernel, scalar_fp64, store_or_add
+from barellm.cuda.kernel import MODES, Lowering, lowering, mode
+from barellm.cuda.kernels.common import INV_TARGETS, axis_size, flat_indices, kernel, scalar_fp64, store_or_add
 from barellm.cuda.kernels.loss.cross_entropy import columns_of, launch_rows, launch_total, log_sum_exp, scale_of
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.dtypes import EIGHTS
 from barellm.program.ops.base import Op
 from barellm.program.ops.softcap import MTP, cap_of
 from barellm.program.scalars import SCALARS
-from barellm.program.tensor import Dim, Tensor
+from barellm.program.tensor import Tensor
 
 FIRST_WEIGHT = constant(SCALARS[MTP[0]].index)  # the others follow it
 LN_2, LOG2_E = constant(1 / log2(e)), constant(log2(e))
@@ -31,7 +29,7 @@ SATURATED = constant(2.0**60)  # exp(-u) at most: sigmoid or slope are as good a
 
 
 @device
-def sigmoid_and_slope(x, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
+def sigmoid_and_slope(x, SHIFT, WIDTH):
     """(s, s (1 - s)): the sigmoid s of u = (x + SHIFT) / WIDTH, and its slope. 1 - s is s exp(-u), which loses no digits."""
     exp_minus_u = tl.math.exp2((x + SHIFT) * (-LOG2_E / WIDTH))
     exp_minus_u = tl.where(exp_minus_u > SATURATED, SATURATED, exp_minus_u)  # NaN stays
@@ -40,7 +38,7 @@ def sigmoid_and_slope(x, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @device
-def capped(x, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
+def capped(x, SCALE, SHIFT, WIDTH):
     """z and dz/dx of logits x, fp32."""
     if SCALE == 0.0:
         z, slope = x, 1.0
@@ -52,15 +50,11 @@ def capped(x, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @device
-def softcap_log_sum_exp(
-    logits, V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):  # fmt: skip
+def softcap_log_sum_exp(logits, V, VALID, SCALE, SHIFT, WIDTH, BLOCK, REST):
     """log(sum(exp(z))) of one row of logits, over its VALID columns; `logits` points to the row."""
     if SCALE == 0.0:
-        lse = log_sum_exp(logits, V, VALID, BLOCKS)
+        lse = log_sum_exp(logits, V, VALID, BLOCK, REST)
     else:
-        BLOCK: tl.constexpr = BLOCKS[0]
         sums = tl.zeros((BLOCK,), tl.float32)
         for c in range(0, VALID, BLOCK):
             x, i = columns_of(logits, c, V, VALID, BLOCK)
@@ -71,7 +65,7 @@ def softcap_log_sum_exp(
 
 
 @device
-def target_of(targets, row, position, length, scalars, AHEAD: tl.constexpr, PREDICT: tl.constexpr):
+def target_of(targets, row, position, length, scalars, AHEAD, PREDICT):
     """(target, weight): the target AHEAD tokens further than the row's own, and its MTP weight; (-1, 0) beyond the sequence's end,
     where the target is ignored, or where AHEAD >= PREDICT. `position`: the row's index in its sequence."""
     target, weight = -1, 0.0
@@ -82,9 +76,7 @@ def target_of(targets, row, position, length, scalars, AHEAD: tl.constexpr, PRED
 
 
 @device
-def capped_at(
-    logits, target, AHEAD: tl.constexpr, PREDICT: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def capped_at(logits, target, AHEAD, PREDICT, SCALE, SHIFT, WIDTH):
     """The capped logit z of column `target` of a row (of column 0 if it is -1); 0 where AHEAD >= PREDICT."""
     z = 0.0
     if AHEAD < PREDICT:
@@ -94,10 +86,8 @@ def capped_at(
 
 @device
 def write_gradient(
-    dlogits, logits, lse, t0, w0, t1, w1, t2, w2, loss_scale, scale, scalars,
-    V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
-    PREDICT: tl.constexpr, MODE: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+    dlogits, logits, lse, t0, w0, t1, w1, t2, w2, loss_scale, scale, scalars, V, VALID, SCALE, SHIFT, WIDTH, PREDICT, MODE, BLOCK
+):
     """Store or add (MODE) one row of the gradient, (sum of weights * softmax - weight of the column) * dz/dx * factor: t0, t1, t2
     are the targets' columns and w0, w1, w2 their weights, other columns have none; padding becomes zero. The factor is inv_targets
     * loss scale. With a `scale` (1) dlogits are 8-bit codes of the value code * scale * inv_targets, so the factor is 1 / scale.
@@ -108,7 +98,6 @@ def write_gradient(
     if loss_scale is not None:
         factor *= scale_of(loss_scale)
     weights = w0 + w1 + w2
-    BLOCK: tl.constexpr = BLOCKS[0]
     for c in range(0, V, BLOCK):
         x, i = columns_of(logits, c, V, VALID, BLOCK)
         z, slope = capped(x, SCALE, SHIFT, WIDTH)
@@ -124,8 +113,7 @@ def write_gradient(
 @device
 def softcap_row_losses(
     losses, nexts, lse, dlogits, logits, targets, loss_scale, scalars, first, length,
-    V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
-    PREDICT: tl.constexpr, BLOCKS: tl.constexpr,
+    V, VALID, SCALE, SHIFT, WIDTH, PREDICT, BLOCK, REST,
 ):  # fmt: skip
     """One row: its loss, the sum of weight (lse - z) over the targets; `nexts`, lse - z of the next token alone; and lse and
     dlogits if they are given. dlogits may alias logits: the targets' logits are read before the reduction over the row, before any
@@ -139,7 +127,7 @@ def softcap_row_losses(
     z0 = capped_at(logits, t0, 0, PREDICT, SCALE, SHIFT, WIDTH)
     z1 = capped_at(logits, t1, 1, PREDICT, SCALE, SHIFT, WIDTH)
     z2 = capped_at(logits, t2, 2, PREDICT, SCALE, SHIFT, WIDTH)
-    value = softcap_log_sum_exp(logits, V, VALID, SCALE, SHIFT, WIDTH, BLOCKS)
+    value = softcap_log_sum_exp(logits, V, VALID, SCALE, SHIFT, WIDTH, BLOCK, REST)
     next_loss = tl.where(t0 >= 0, value - z0, 0.0)
     tl.store(nexts + row, next_loss)  # without a weight
     loss = w0 * next_loss
@@ -153,18 +141,17 @@ def softcap_row_losses(
     if dlogits is not None:
         write_gradient(
             dlogits + row * V, logits, value, t0, w0, t1, w1, t2, w2, loss_scale, None, scalars,
-            V, VALID, SCALE, SHIFT, WIDTH, PREDICT, 0, BLOCKS,
+            V, VALID, SCALE, SHIFT, WIDTH, PREDICT, 0, BLOCK,
         )  # fmt: skip
 
 
 @device
 def softcap_row_gradients(
     dlogits, logits, targets, lse, loss_scale, scale, scalars, first, length,
-    V: tl.constexpr, VALID: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
-    PREDICT: tl.constexpr, MODE: tl.constexpr, BLOCKS: tl.constexpr,
+    V, VALID, SCALE, SHIFT, WIDTH, PREDICT, MODE, BLOCK, REST,
 ):  # fmt: skip
     """Backward pass of one row: store or add (MODE) dlogits, computed from logits, targets and the lse of the forward pass; as
-    8-bit codes if there is a `scale` (1)."""
+    8-bit codes if there is a `scale` (1). REST is not needed: all kernels over rows have it (cross_entropy.launch_rows)."""
     row = tl.program_id(0).to(tl.int64)
     position = (first + row) % length
     t0, w0 = target_of(targets, row, position, length, scalars, 0, PREDICT)
@@ -172,7 +159,7 @@ def softcap_row_gradients(
     t2, w2 = target_of(targets, row, position, length, scalars, 2, PREDICT)
     write_gradient(
         dlogits + row * V, logits + row * V, tl.load(lse + row), t0, w0, t1, w1, t2, w2, loss_scale, scale, scalars,
-        V, VALID, SCALE, SHIFT, WIDTH, PREDICT, MODE, BLOCKS,
+        V, VALID, SCALE, SHIFT, WIDTH, PREDICT, MODE, BLOCK,
     )  # fmt: skip
 
 
@@ -183,10 +170,8 @@ def constants_of(op: Op) -> dict[str, Any]:
 
 
 def position_operands(op: Op, first: int = 0) -> dict[str, Any]:
-    """The operands `first` (row of the run that the launch begins with) and `length` (rows of a sequence, maybe a run-time
-    size)."""
-    length = op.targets.shape[-1]
-    return {"first": first, "length": Count((length.name,), 1) if isinstance(length, Dim) else int(length)}
+    """The operands `first` (row of the run that the launch begins with) and `length` (rows of a sequence)."""
+    return {"first": first, "length": axis_size(op.targets, -1)}
 
 
 @lowering("softcap_cross_entropy", also={"targets": "i32"})
@@ -220,11 +205,7 @@ def lower_gradients(op: Any, c: Lowering, dlogits: Tensor, mode: int, **more: An
 
 
 @kernel("softcap", starts="y", constants=lambda op: dict(zip(("SCALE", "SHIFT", "WIDTH"), op.cap, strict=True)))
-@device
-def softcap(
-    y, x, scalars, units,
-    SCALE: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+def softcap(y, x, scalars, units, SCALE, SHIFT, WIDTH, UNIT, BLOCK, MODE):
     """y = z for a cap with a SHIFT. Without one z is centred, y = z - SCALE / 2, which is c tanh(x / c) with c = SCALE / 2."""
     i, mask = flat_indices(units, UNIT, BLOCK)
     z, _ = capped(tl.load(x + i, mask=mask, other=0.0).to(tl.float32), SCALE, SHIFT, WIDTH)

@@ -4,8 +4,6 @@ Two stages: rows go by chunks of `per` rows whose number depends on the row coun
 columns, BR rows at a time) into its row of partials; then the partials are added in order. So the bits do not depend on the
 machine. Shapes: dy, x (rows, C); mean, rstd (rows); partials (chunks, COUNT, C) fp32, COUNT the number of results; results (C)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +41,7 @@ class Chunks:
 
 
 @device
-def bias_grad_partials(partials, dy, rows, per, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def bias_grad_partials(partials, dy, rows, per, C, BR, BC):
     """First stage of dbias: the sums of dy over one chunk of rows. Grid: chunks, blocks of columns."""
     begin = tl.program_id(0) * per
     end = tl.minimum(begin + per, rows)
@@ -58,9 +56,7 @@ def bias_grad_partials(partials, dy, rows, per, C: tl.constexpr, BR: tl.constexp
 
 
 @device
-def dparams_partials(
-    partials, dy, x, mean, rstd, rows, per, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, COUNT: tl.constexpr
-):
+def dparams_partials(partials, dy, x, mean, rstd, rows, per, C, BR, BC, COUNT):
     """First stage of a norm's parameters: over one chunk of rows the sums of dy * n, for dweight, and, if COUNT is 2, of dy, for
     dbias. n is the normalised row (x - mean) * rstd, or with `mean` None (RMSNorm) x * rstd. Grid: chunks, blocks of columns."""
     begin = tl.program_id(0) * per
@@ -87,10 +83,7 @@ def dparams_partials(
 
 
 @device
-def combine_partials(
-    first, second, third, partials, scalars, chunks, C: tl.constexpr, STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-    MODE_FIRST: tl.constexpr, MODE_SECOND: tl.constexpr, MODE_THIRD: tl.constexpr,
-):  # fmt: skip
+def combine_partials(first, second, third, partials, scalars, chunks, C, STRIDE, BR, BC, MODE_FIRST, MODE_SECOND, MODE_THIRD):
     """Second stage: up to three results (C), None where there are fewer, as sums over the chunks of partials (chunks, COUNT, C);
     STRIDE = COUNT * C. Each is stored or added (MODE_...). Grid: blocks of columns, results."""
     result = tl.program_id(1)
@@ -111,7 +104,7 @@ def combine_partials(
 
 
 @device
-def store_columns(out, column, inside, value, scalars, MODE: tl.constexpr):
+def store_columns(out, column, inside, value, scalars, MODE):
     """Store or add BC columns of a result; nothing if `out` is None, as in an instance with fewer results."""
     if out is not None:
         store_or_add(out + column, inside, value, scalars, MODE)

@@ -5,8 +5,6 @@ its sum `total` = x + b, or x + dropout(b), is normalised and stored. Short rows
 in registers. Long rows: a program has one row, in blocks of BC columns. `row` (BR,) i64, `column` (BC,), `i` their offsets (BR,
 BC); masks `live` of rows, `inside` of columns, `mask` of both. n: the normalised row (x - mean) rstd; dn = dy weight."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering
@@ -29,10 +27,7 @@ THREAD = 16  # elements of a row that a thread holds
 
 
 @device
-def load_residual_sum(
-    x, b, total, i, mask, row, scalars, seq, stream, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
+def load_residual_sum(x, b, total, i, mask, row, scalars, seq, stream, THRESHOLD, SCALE, BR, BC):
     """The rows to be normalised, fp32 (BR, BC): x; or, with b, the residual sum x + b or x + dropout(b), which is also stored to
     `total`. THRESHOLD, SCALE: dropout's, None without dropout; then seq and stream are not used."""
     v = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
@@ -55,10 +50,7 @@ def normalised(v, centre, inverse, weight, bias, column, inside):
 
 
 @device
-def layernorm(
-    y, mean, rstd, x, b, total, weight, bias, scalars, rows, seq, stream,
-    C: tl.constexpr, EPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
-):  # fmt: skip
+def layernorm(y, mean, rstd, x, b, total, weight, bias, scalars, rows, seq, stream, C, EPS, BR, BC, THRESHOLD, SCALE):
     """y, mean and rstd of BR short rows, each read once. The variance is that of shifted data: a rough mean is subtracted before
     anything is squared, and its error afterwards: E[x^2] - E[x]^2 loses all digits when |mean| is 3000 times the deviation, this
     form never does."""
@@ -78,9 +70,7 @@ def layernorm(
 
 
 @device
-def layernorm_long(
-    y, mean, rstd, x, b, total, weight, bias, scalars, rows, seq, stream, C: tl.constexpr, EPS: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
+def layernorm_long(y, mean, rstd, x, b, total, weight, bias, scalars, rows, seq, stream, C, EPS, BC):
     """y, mean and rstd of one long row, read three times: for the rough mean, for the shifted variance, for y."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     base = row[:, None] * C
@@ -136,7 +126,7 @@ def load_factors(dy, x, weight, i, column, mask, inside, centre, inverse):
 
 
 @device
-def offset_of(mean, dn, C: tl.constexpr):
+def offset_of(mean, dn, C):
     """mean(dn) of each row (BR,); zeros where no mean was subtracted (RMSNorm, `mean` None)."""
     offset = tl.zeros((dn.shape[0],), tl.float32)
     if mean is not None:
@@ -145,9 +135,7 @@ def offset_of(mean, dn, C: tl.constexpr):
 
 
 @device
-def layernorm_dx(
-    dx, dy, x, weight, mean, rstd, scalars, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+def layernorm_dx(dx, dy, x, weight, mean, rstd, scalars, rows, C, BR, BC, MODE):
     """dx = rstd (dn - mean(dn) - n mean(dn n)) of BR short rows; for an RMSNorm without mean(dn). Stored or added (MODE)."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.arange(0, BC)
@@ -161,7 +149,7 @@ def layernorm_dx(
 
 
 @device
-def layernorm_dx_long(dx, dy, x, weight, mean, rstd, scalars, rows, C: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr):
+def layernorm_dx_long(dx, dy, x, weight, mean, rstd, scalars, rows, C, BC, MODE):
     """dx of one long row, stored or added (MODE); the row is read twice, in blocks: for the two means, then for dx."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     base = row[:, None] * C

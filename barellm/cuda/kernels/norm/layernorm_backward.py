@@ -5,8 +5,6 @@ twice more: 30 bytes an element of a bf16 program that adds to the residual stre
 narrow 2. Shapes: dx, dy, x, narrow (rows, C); weight (C); mean, rstd (rows) fp32; partials (chunks, COUNT, C) fp32: the sums of
 dweight, dbias and dx_sum that there are. `narrow`: dx rounded to 16 bits, or with dropout's mask, for the GEMM that reads it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import MODES, Lowering, lowering
@@ -23,8 +21,7 @@ MAX_CHUNKS, MIN_ROWS = 512, 8  # four programs for each of 128 multiprocessors
 @device
 def layernorm_backward(
     dx, narrow, partials, dy, x, weight, mean, rstd, scalars, rows, per, seq, stream,
-    C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
-    DBIAS: tl.constexpr, DX_SUM: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, STAGES: tl.constexpr,
+    C, BR, BC, MODE, DBIAS, DX_SUM, THRESHOLD, SCALE, STAGES,
 ):  # fmt: skip
     """A program takes one chunk of `per` rows, BR at a time, with loads of the next ones in flight (STAGES). It stores or adds dx
     (MODE), stores `narrow`, and sums its part of dweight, of dbias (if DBIAS) and of the next op's bias gradient (if DX_SUM), the

@@ -2,8 +2,6 @@
 
 Shapes: x, y, b, total (rows, C); weight (C) or None; rstd (rows) fp32. Names as in layernorm.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering
@@ -25,7 +23,7 @@ def scaled(v, inverse, weight, column, inside):
 
 
 @device
-def rmsnorm(y, rstd, x, b, total, weight, scalars, rows, C: tl.constexpr, EPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def rmsnorm(y, rstd, x, b, total, weight, scalars, rows, C, EPS, BR, BC):
     """y and rstd of BR short rows, of x or of the residual sum `total` = x + b, each read once."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.arange(0, BC)
@@ -39,7 +37,7 @@ def rmsnorm(y, rstd, x, b, total, weight, scalars, rows, C: tl.constexpr, EPS: t
 
 
 @device
-def rmsnorm_long(y, rstd, x, b, total, weight, scalars, rows, C: tl.constexpr, EPS: tl.constexpr, BC: tl.constexpr):
+def rmsnorm_long(y, rstd, x, b, total, weight, scalars, rows, C, EPS, BC):
     """y and rstd of one long row, read twice: for the mean of its squares, for y."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     base = row[:, None] * C

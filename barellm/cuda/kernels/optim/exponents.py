@@ -1,8 +1,6 @@
 """Histograms of exponents. Shapes: x any, n = units * UNIT elements; counts (BINS = 256) i32, one for each fp32 exponent field;
 sums (4): of x, |x|, x^2, and the largest |x|; partial ones (programs, 256) and (programs, 4)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Count, Lowering, Sizes, lowering
@@ -21,7 +19,7 @@ BINS, NOT_FINITE = constant(op_module.BINS), constant(op_module.NOT_FINITE)
 
 
 @device
-def exponent_stats(counts, sums, x, units, blocks, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+def exponent_stats(counts, sums, x, units, blocks, UNIT, BLOCK):
     """Partial counts and sums of `blocks` blocks of BLOCK elements for each program. Infinities and NaN, whose field is NOT_FINITE,
     are counted but not summed."""
     program = tl.program_id(0).to(tl.int64)
@@ -47,7 +45,7 @@ def exponent_stats(counts, sums, x, units, blocks, UNIT: tl.constexpr, BLOCK: tl
 
 
 @device
-def combine_exponent_stats(counts, sums, partial_counts, partial_sums, programs, ROWS: tl.constexpr):
+def combine_exponent_stats(counts, sums, partial_counts, partial_sums, programs, ROWS):
     """counts and sums = the sums over all programs' results, in order (of the largest their maximum), in one program."""
     column, field = tl.arange(0, BINS), tl.arange(0, 4)
     count, total, largest = tl.zeros((BINS,), tl.int32), tl.zeros((4,), tl.float64), tl.zeros((4,), tl.float32)

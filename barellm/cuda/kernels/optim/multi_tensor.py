@@ -4,8 +4,6 @@ numbers with a column (field) for each operand and a row (entry) for each tensor
 
 Kernels take `table`; their compile-time ENTRIES is the number of entries and FIELD the index of a column."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -18,7 +16,7 @@ from barellm.runtime.lowering import Region, part, share
 
 
 @device
-def find_entry(table, ENTRIES: tl.constexpr, WIDE: tl.constexpr):
+def find_entry(table, ENTRIES, WIDE):
     """(entry, index of this program among the programs of that entry). WIDE: ENTRIES padded to a power of two."""
     j = tl.arange(0, WIDE)
     first = tl.load(table + j, mask=j < ENTRIES, other=0x7FFFFFFF)
@@ -28,25 +26,25 @@ def find_entry(table, ENTRIES: tl.constexpr, WIDE: tl.constexpr):
 
 
 @device
-def integer(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr):
+def integer(table, entry, FIELD, ENTRIES):
     """Load an entry's field as i64."""
     return tl.load(table + FIELD * ENTRIES + entry)
 
 
 @device
-def number(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr):
+def number(table, entry, FIELD, ENTRIES):
     """Load an entry's field as fp64."""
     return integer(table, entry, FIELD, ENTRIES).to(tl.float64, bitcast=True)
 
 
 @device
-def pointer(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr, TYPE: tl.constexpr, ALIGN: tl.constexpr):
+def pointer(table, entry, FIELD, ENTRIES, TYPE, ALIGN):
     """Load an entry's field as a pointer to elements of TYPE. ALIGN: its alignment in bytes, which a table does not show."""
     return tl.multiple_of(integer(table, entry, FIELD, ENTRIES).to(tl.pointer_type(TYPE)), ALIGN)
 
 
 @device
-def aligned_pointer(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr, TYPE: tl.constexpr, UNIT: tl.constexpr):
+def aligned_pointer(table, entry, FIELD, ENTRIES, TYPE, UNIT):
     """As `pointer`, aligned to UNIT elements (16 bytes at most): so are a bank's matrices of a multiple of UNIT."""
     BYTES: tl.constexpr = UNIT * TYPE.primitive_bitwidth // 8
     ALIGN: tl.constexpr = 16 if BYTES % 16 == 0 else 8 if BYTES % 8 == 0 else 4 if BYTES % 4 == 0 else 2
@@ -54,9 +52,7 @@ def aligned_pointer(table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr, TY
 
 
 @device
-def matrix_pointer(
-    table, entry, FIELD: tl.constexpr, ENTRIES: tl.constexpr, UNIT: tl.constexpr, HALF: tl.constexpr, FP16: tl.constexpr
-):
+def matrix_pointer(table, entry, FIELD, ENTRIES, UNIT, HALF, FP16):
     """Load a field as a pointer to a matrix of the dtype that HALF and FP16 say (`matrix_constants`), aligned to UNIT elements."""
     TYPE: tl.constexpr = tl.float16 if FP16 else tl.bfloat16 if HALF else tl.float32
     return aligned_pointer(table, entry, FIELD, ENTRIES, TYPE, UNIT)

@@ -5,8 +5,6 @@ Shapes: param, grad, m, u, x (rows, cols), n = units * UNIT elements each; parti
 clip (2) = [gradient norm, factor that clips it], whose factor is NaN if the norm is not finite: then a step changes nothing.
 ENTRIES, WIDE: `entry_constants`. HALF, FP16: the dtype of u and x (`matrix_constants`). SPAN: elements of a program."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, Table, lowering
@@ -45,10 +43,7 @@ TINY = constant(LEAST)
 
 
 @device
-def muon_momentum(
-    table, clip, scalars, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    NESTEROV: tl.constexpr, HALF: tl.constexpr, FP16: tl.constexpr,
-):  # fmt: skip
+def muon_momentum(table, clip, scalars, ENTRIES, WIDE, UNIT, CHUNK, BLOCK, NESTEROV, HALF, FP16):
     """m = momentum m + (1 - momentum) g, g being the clipped gradient; u = the new m, or where NESTEROV momentum m + (1 - momentum)
     g once more; partials = sums of u^2, one for each CHUNK, which a program does. If the gradient's norm is not finite, m stays and
     u is zero."""
@@ -91,10 +86,7 @@ def lower_momentum(op: Any, c: Lowering) -> None:
 
 
 @device
-def muon_normalize(
-    table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
-    HALF: tl.constexpr, FP16: tl.constexpr, SUM_BLOCK: tl.constexpr,
-):  # fmt: skip
+def muon_normalize(table, ENTRIES, WIDE, UNIT, SPAN, BLOCK, HALF, FP16, SUM_BLOCK):
     """x = u / (margin |u| + eps), the start of the Newton-Schulz steps, SPAN elements for each program. |u|^2 is the sum of the
     matrix's partial sums, which each program computes for itself, in the same order: they are few. `margin` > 1 keeps the spectral
     norm below 1 in spite of rounding."""
@@ -136,7 +128,7 @@ def lower_normalize(op: Any, c: Lowering) -> None:
 
 
 @device
-def row_means(means, x, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def row_means(means, x, rows, C, BR, BC):
     """means (rows) = the mean of the squares of each row of x (rows, C). A program does BR rows, in blocks of BC columns."""
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     total = tl.zeros((BR, BC), tl.float32)
@@ -149,7 +141,7 @@ def row_means(means, x, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexp
 
 
 @device
-def column_means(means, x, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def column_means(means, x, rows, C, BR, BC):
     """means (C) = the mean of the squares of each column of x (rows, C). A program does BC columns, in blocks of BR rows; axis 1 of
     the grid is the matrix of a bank."""
     column = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -165,7 +157,7 @@ def column_means(means, x, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.const
 
 
 @device
-def scales_of_means(second, scales, means, clip, n, EACH: tl.constexpr, BETA2: tl.constexpr, BLOCK: tl.constexpr):
+def scales_of_means(second, scales, means, clip, n, EACH, BETA2, BLOCK):
     """NorMuon's factors of the rows (or columns): second (n) = BETA2 second + (1 - BETA2) means; scales (n) = ratio / sqrt(second),
     where the ratio is such that the scaled x has the norm of x. `means` (n): the mean squares of EACH elements. One program does a
     matrix of a bank. If the gradient's norm is not finite, `second` stays."""
@@ -214,11 +206,7 @@ def lower_scales(op: Any, c: Lowering) -> None:
 
 
 @device
-def muon_update(
-    table, clip, scalars, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
-    FORMAT: tl.constexpr, HALF: tl.constexpr, FP16: tl.constexpr,
-    RATE: tl.constexpr, SCALED: tl.constexpr, CAUTIOUS: tl.constexpr, SQUARED: tl.constexpr,
-):  # fmt: skip
+def muon_update(table, clip, scalars, ENTRIES, WIDE, UNIT, SPAN, BLOCK, FORMAT, HALF, FP16, RATE, SCALED, CAUTIOUS, SQUARED):
     """param = p - decay p - update, update = size x, size = lr * scale, decay = lr * weight decay (times size if SQUARED), where lr
     is the scalar number RATE times lr_scale; in one pass, SPAN elements for each program. SCALED: x is multiplied by NorMuon's
     factor of its "rows" or "columns", or "" by none. CAUTIOUS: an element decays only where its update has the weight's sign, so

@@ -3,8 +3,6 @@
 clips], whose factor is NaN if the norm is not finite: then the step changes nothing. ENTRIES, WIDE: `entry_constants`. SPAN:
 elements of a program."""
 
-from __future__ import annotations
-
 from math import log2
 from typing import Any
 
@@ -47,7 +45,7 @@ PARAM, LO, M, V, GRAD, WEIGHT_DECAY, STREAM, ORIGIN = (constant(UPDATE_FIELDS.in
 
 
 @device
-def sum_squares(table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def sum_squares(table, ENTRIES, WIDE, UNIT, CHUNK, BLOCK):
     """partials = the sum of squares of each CHUNK of each tensor x, one program for each chunk. A small matrix has few chunks, so
     BLOCK is large: each program needs many loads in flight."""
     entry, chunk = find_entry(table, ENTRIES, WIDE)
@@ -77,7 +75,7 @@ def lower_sum_squares(op: Any, c: Lowering) -> None:
 
 
 @device
-def store_sum(total, p, n, BLOCK: tl.constexpr):
+def store_sum(total, p, n, BLOCK):
     """total (1) fp64 = the sum of p (n), in one program."""
     t = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, n, BLOCK):
@@ -87,10 +85,7 @@ def store_sum(total, p, n, BLOCK: tl.constexpr):
 
 
 @device
-def clip_scale(
-    clip, skipped, loss_scale, totals, counter, table,
-    LIMIT: tl.constexpr, ENTRIES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def clip_scale(clip, skipped, loss_scale, totals, counter, table, LIMIT, ENTRIES, WIDE, BLOCK):
     """totals (tensors) fp64 = the sum of each tensor's partial sums, a program each. The last program then computes clip (2) =
     [norm, min(1, LIMIT / norm)], both divided by the loss scale if there is one. A norm that is not finite gives NaN and counts in
     `skipped`. Then dynamic loss scaling: after GROWTH good steps the scale doubles, after a bad one it halves."""
@@ -131,9 +126,7 @@ def lower_clip_scale(op: Any, c: Lowering) -> None:
 
 
 @device
-def step_factors(
-    factors, scalars, LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, LR_SCALE: tl.constexpr, CAUTIOUS: tl.constexpr
-):
+def step_factors(factors, scalars, LOG_BETA1, LOG_BETA2, LR_SCALE, CAUTIOUS):
     """Compute the step's factors (2) in fp64: [lr / (1 - beta1^step), 1 / sqrt(1 - beta2^step)], the first times sqrt(1 -
     beta2^step) where CAUTIOUS. LOG_BETA: log2 of a beta. A launch of one program does it: in each thread of the update it took 90
     fp64 instructions and three calls."""
@@ -148,10 +141,8 @@ def step_factors(
 @device
 def adamw(
     table, clip, factors, scalars,
-    ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
-    BETA1: tl.constexpr, BETA2: tl.constexpr, EPSILON: tl.constexpr, LR_SCALE: tl.constexpr,
-    FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr, CAUTIOUS: tl.constexpr, BF16: tl.constexpr,
-    M_MANTISSA: tl.constexpr, M_SIGNED: tl.constexpr, V_MANTISSA: tl.constexpr, V_SIGNED: tl.constexpr,
+    ENTRIES, WIDE, UNIT, SPAN, BLOCK, BETA1, BETA2, EPSILON, LR_SCALE, FORMAT, STOCHASTIC, CAUTIOUS, BF16, M_MANTISSA, M_SIGNED,
+    V_MANTISSA, V_SIGNED,
 ):  # fmt: skip
     """AdamW: param = p (1 - lr wd) - lr m^ / (sqrt(v^) + eps), and the moments m and v, in one pass, SPAN elements for each
     program. `factors`: those of `step_factors`. CAUTIOUS: modded-nanogpt's Adam, whose eps is added before the second bias

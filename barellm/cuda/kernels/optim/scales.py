@@ -2,8 +2,6 @@
 (ENTRIES): the largest |x| of the last steps; bias (2): exponent of a floating format's largest numbers, and steps so far; scale
 (1); sums (4): those of exponents.py; x and y flat. PER_TARGET: x is a gradient, measured relative to inv_targets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering
@@ -22,7 +20,7 @@ LARGEST = constant(SUMS.index("max_abs"))
 
 
 @device
-def delayed_scale(scale, history, ENTRIES: tl.constexpr, PER_NUMBER: tl.constexpr, FIRST_SCALE: tl.constexpr, BLOCK: tl.constexpr):
+def delayed_scale(scale, history, ENTRIES, PER_NUMBER, FIRST_SCALE, BLOCK):
     """scale = the largest entry of the history times PER_NUMBER; FIRST_SCALE while all are zero (delayed scaling)."""
     i = tl.arange(0, BLOCK)
     top = tl.max(tl.load(history + i, mask=i < ENTRIES, other=0.0), 0)
@@ -30,7 +28,7 @@ def delayed_scale(scale, history, ENTRIES: tl.constexpr, PER_NUMBER: tl.constexp
 
 
 @device
-def remember(history, sums, scalars, ENTRIES: tl.constexpr, PER_TARGET: tl.constexpr, BLOCK: tl.constexpr):
+def remember(history, sums, scalars, ENTRIES, PER_TARGET, BLOCK):
     """Shift the history by one entry and put the largest |x| in front. All entries are read before the first is written."""
     i = tl.arange(0, BLOCK)
     before = tl.load(history + i - 1, mask=(i > 0) & (i < ENTRIES), other=0.0)
@@ -42,7 +40,7 @@ def remember(history, sums, scalars, ENTRIES: tl.constexpr, PER_TARGET: tl.const
 
 
 @device
-def float_bias(bias, sums, scalars, elements, DEVIATING: tl.constexpr, PER_TARGET: tl.constexpr):
+def float_bias(bias, sums, scalars, elements, DEVIATING, PER_TARGET):
     """Update the exponent in bias from the sums of x (`elements`), at steps 0, FIRST, 2 FIRST, 4 FIRST ... LAST, then every LAST
     steps: the exponent of its largest |x| plus ABOVE or, with DEVIATING, of mean |x| plus DEVIATIONS standard deviations."""
     exponent_now, number = tl.load(bias), tl.load(bias + 1)
@@ -72,10 +70,7 @@ def power(exponent):
 
 
 @kernel("round_floating", also={"x": PLANES}, constants=lambda op: {"DENORMALS": op.denormals, "PER_TARGET": op.per_target})
-@device
-def round_floating(
-    y, x, bias, scalars, units, DENORMALS: tl.constexpr, PER_TARGET: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def round_floating(y, x, bias, scalars, units, DENORMALS, PER_TARGET, UNIT, BLOCK):
     """y = x rounded to a floating format with FRACTION mantissa bits whose largest exponent is bias[0]; larger numbers saturate.
     Normal numbers are rounded in their bits: half a unit is added, and the lower bits are cut off. DENORMALS: below `least` to a
     multiple of the denormals' unit, whose fraction is compared with a half (a sum could round); else to zero or `least`."""

@@ -5,8 +5,6 @@ Shapes: a, b (N, N); x, y (M, N) tall or (N, M) wide. Of a symmetric result only
 each is stored as it is and transposed, so both triangles are bitwise equal. ENTRIES: matrices of the table. HALF, FP16: the
 matrices' dtype (`matrix_constants`). TF32: fp32 inputs are rounded to TF32 for the tensor cores."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, Table, lowering
@@ -20,10 +18,7 @@ APPLY_Y, APPLY_A, APPLY_B, APPLY_X, APPLY_SCALE = (constant(field) for field in 
 
 
 @device
-def symmetric_product(
-    table, ENTRIES: tl.constexpr, N: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, POLYNOMIAL: tl.constexpr,
-    HALF: tl.constexpr, FP16: tl.constexpr, TF32: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+def symmetric_product(table, ENTRIES, N, DEPTH, COLUMNS, POLYNOMIAL, HALF, FP16, TF32, B, BK):
     """One B x B tile of out (N, N) = x x^T of x (N, DEPTH), or x^T x of x (DEPTH, N) where COLUMNS; or, where POLYNOMIAL, linear x
     + square x x of a symmetric x (N, N), with factors from the table. The loop over the depth has steps of BK. Programs of tiles
     above the diagonal return at once."""
@@ -64,10 +59,7 @@ def symmetric_product(
 
 
 @device
-def gram_apply(
-    table, ENTRIES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    HALF: tl.constexpr, FP16: tl.constexpr, TF32: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+def gram_apply(table, ENTRIES, M, N, K, HALF, FP16, TF32, BM, BN, BK):
     """One BM x BN tile of y (M, N) = scale x + a (M, K) @ b (K, N), the last GEMM of a Newton-Schulz step: a and b are x and a
     symmetric polynomial b of its Gram matrix if x is tall, b and x if it is wide. The loop over K has steps of BK."""
     n_tiles: tl.constexpr = (N + BN - 1) // BN

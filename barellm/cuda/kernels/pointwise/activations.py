@@ -1,8 +1,6 @@
 """Activations on fp32 values, which program/ops/pointwise/elementwise.py defines. Each is two functions, the value and the slope
 (derivative), and a line in each of `value_of` and `slope_of`, by the names of its two ops."""
 
-from __future__ import annotations
-
 from math import e, log2, pi, sqrt
 
 from barellm.cuda.lang import constant, device, tl
@@ -79,7 +77,7 @@ def normal_below(x):
 
 
 @device
-def value_of(x, NAME: tl.constexpr):
+def value_of(x, NAME):
     """The activation NAME of fp32 values; NAME is known at compile time, so one branch is left."""
     if NAME == "gelu":
         y = gelu_value(x)
@@ -95,7 +93,7 @@ def value_of(x, NAME: tl.constexpr):
 
 
 @device
-def slope_of(x, NAME: tl.constexpr):
+def slope_of(x, NAME):
     """The derivative of an activation at fp32 values; NAME: that of the derivative's op."""
     if NAME == "gelu_backward":
         y = gelu_slope(x)

@@ -1,7 +1,5 @@
 """Dropout and its gradient. Shapes: x, y, dx, dy (batch, seq, C); the bits are those of `program/ops/pointwise/random.py`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
@@ -12,17 +10,14 @@ from barellm.program.ops.pointwise.random import keep_scale, threshold
 
 
 @device
-def keep_mask(row, column, scalars, seq, stream, THRESHOLD: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def keep_mask(row, column, scalars, seq, stream, THRESHOLD, BR, BC):
     """The mask (BR, BC) of the elements that dropout keeps, for rows `row` (BR,) i64 and BC columns from `column` on."""
     k0, k1 = sample_key(scalars, tl.load(scalars + SAMPLE) + row // seq, stream)
     return words(k0, k1, row % seq, column, BR, BC) >= THRESHOLD
 
 
 @device
-def dropout(
-    out, x, scalars, rows, seq, stream, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-    THRESHOLD: tl.constexpr, SCALE: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+def dropout(out, x, scalars, rows, seq, stream, C, BR, BC, THRESHOLD, SCALE, MODE):
     """out = x SCALE where a random word is at least THRESHOLD, else 0. A call of the generator serves two elements; its words are
     put in the order of the columns through shared memory: an H100 does these integer operations in less than the bytes' time."""
     row, column, mask = tile_indices(rows, C, BR, BC)

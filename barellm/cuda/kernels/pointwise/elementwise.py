@@ -1,8 +1,6 @@
 """Elementwise kernels, and the addition of a bias. Shapes: x, y, a, b, dx, dy (..., C), contiguous but for the results of casts and
 zeros; bias (C). Each program has BLOCK elements, or a block (BR, BC) of rows; results are stored or added as MODE says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering
@@ -13,28 +11,26 @@ from barellm.runtime.lowering import view_stride
 
 
 @kernel("add", starts="y")
-@device
-def add(y, a, b, scalars, units, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
+def add(y, a, b, scalars, units, UNIT, BLOCK, MODE):
     i, mask = flat_indices(units, UNIT, BLOCK)
     total = tl.load(a + i, mask=mask).to(tl.float32) + tl.load(b + i, mask=mask).to(tl.float32)
     store_or_add(y + i, mask, total, scalars, MODE)
 
 
 @kernel("rescale", starts="y", constants=lambda op: {"FACTOR": float(op.forward)})
-@device
-def rescale(y, x, scalars, units, FACTOR: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
+def rescale(y, x, scalars, units, FACTOR, UNIT, BLOCK, MODE):
     i, mask = flat_indices(units, UNIT, BLOCK)
     store_or_add(y + i, mask, tl.load(x + i, mask=mask).to(tl.float32) * FACTOR, scalars, MODE)
 
 
 @device
-def cast(y, x, scalars, units, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
+def cast(y, x, scalars, units, UNIT, BLOCK, MODE):
     i, mask = flat_indices(units, UNIT, BLOCK)
     store_or_add(y + i, mask, tl.load(x + i, mask=mask), scalars, MODE)
 
 
 @device
-def cast_rows(y, x, scalars, rows, C: tl.constexpr, Y_STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr):
+def cast_rows(y, x, scalars, rows, C, Y_STRIDE, BR, BC, MODE):
     """y = x cast into rows that are Y_STRIDE elements apart; zeros if x is None."""
     row, column, mask = tile_indices(rows, C, BR, BC)
     value = tl.zeros((BR, BC), tl.float32)
@@ -44,23 +40,20 @@ def cast_rows(y, x, scalars, rows, C: tl.constexpr, Y_STRIDE: tl.constexpr, BR: 
 
 
 @kernel(*ACTIVATIONS, starts="y", constants=lambda op: {"NAME": op.name})
-@device
-def activation(y, x, scalars, units, NAME: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
+def activation(y, x, scalars, units, NAME, UNIT, BLOCK, MODE):
     i, mask = flat_indices(units, UNIT, BLOCK)
     store_or_add(y + i, mask, value_of(tl.load(x + i, mask=mask, other=0.0).to(tl.float32), NAME), scalars, MODE)
 
 
 @kernel(*SLOPES, starts="dx", constants=lambda op: {"NAME": op.name})
-@device
-def activation_backward(dx, dy, x, scalars, units, NAME: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
+def activation_backward(dx, dy, x, scalars, units, NAME, UNIT, BLOCK, MODE):
     i, mask = flat_indices(units, UNIT, BLOCK)
     slope = slope_of(tl.load(x + i, mask=mask, other=0.0).to(tl.float32), NAME)
     store_or_add(dx + i, mask, tl.load(dy + i, mask=mask, other=0.0).to(tl.float32) * slope, scalars, MODE)
 
 
 @kernel("bias", starts="y")
-@device
-def bias(y, x, bias, scalars, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr):
+def bias(y, x, bias, scalars, rows, C, BR, BC, MODE):
     """y = x + bias in every row."""
     row, column, mask = tile_indices(rows, C, BR, BC)
     i = row[:, None] * C + column[None, :]
@@ -69,8 +62,7 @@ def bias(y, x, bias, scalars, rows, C: tl.constexpr, BR: tl.constexpr, BC: tl.co
 
 
 @kernel("last_row", starts="y")
-@device
-def last_row(y, x, scalars, rows, seq, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr):
+def last_row(y, x, scalars, rows, seq, C, BR, BC, MODE):
     """y (batch, 1, C) = x (batch, seq, C) at the last position; a row of y is a sequence."""
     row, column, mask = tile_indices(rows, C, BR, BC)
     last = (row + 1) * seq - 1

@@ -5,12 +5,10 @@ WE); z, dz (rows, N) fp32. Of the gating base, x, y, dy, dx (rows, C): gate n of
 (1): a learned number, or its sigmoid (SQUASH), times SCALE. SHIFT: x is that of the position SHIFT before, zero at a sequence's
 start."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import COUNTER, Lowering, lowering
-from barellm.cuda.kernels.common import BLOCK, MIN_SUM_COLUMNS, pow2, store_or_add
+from barellm.cuda.kernels.common import BLOCK, MIN_SUM_COLUMNS, axis_size, pow2, store_or_add
 from barellm.cuda.kernels.norm.column_sums import Chunks, lower_combine
 from barellm.cuda.kernels.pointwise.activations import sigmoid
 from barellm.cuda.kernels.single_pass_reduction import is_last_program, store_total
@@ -22,7 +20,7 @@ from barellm.runtime.lowering import part
 
 
 @device
-def load_columns(x, row, live, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr):
+def load_columns(x, row, live, STRIDE, WIDTH, BC):
     """The first WIDTH columns of some rows, (rows, BC) fp32 padded with zeros."""
     column = tl.arange(0, BC)
     mask = live[:, None] & (column < WIDTH)[None, :]
@@ -30,18 +28,14 @@ def load_columns(x, row, live, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BC: tl
 
 
 @device
-def load_gate_weights(weight, n, FIRST: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, BC: tl.constexpr):
+def load_gate_weights(weight, n, FIRST, WIDTH, K, BC):
     """WIDTH weights of gate n from column FIRST on, (1, BC) fp32 padded with zeros."""
     column = tl.arange(0, BC)
     return tl.load(weight + n * K + FIRST + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
 
 
 @device
-def gate_logits(
-    z, x, extra, weight, rows,
-    N: tl.constexpr, WX: tl.constexpr, WE: tl.constexpr, X_STRIDE: tl.constexpr, EXTRA_STRIDE: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
+def gate_logits(z, x, extra, weight, rows, N, WX, WE, X_STRIDE, EXTRA_STRIDE, BR, BC):
     """The logits z of BR rows: their columns stay in registers, and each gate's weights are loaded in turn."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     live = row < rows
@@ -70,11 +64,7 @@ def lower_gate_logits(op: Any, c: Lowering) -> None:
 
 
 @device
-def input_backward(
-    dx, partials, dz, x, weight, scalars, begin, end,
-    N: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr, DX_STRIDE: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+def input_backward(dx, partials, dz, x, weight, scalars, begin, end, N, FIRST, WIDTH, K, X_STRIDE, DX_STRIDE, BR, BC, MODE):
     """The gradient of one input of the logits (x or extra: WIDTH columns, weights from column FIRST of K on): dx of rows [begin,
     end), and the program's partials (chunks, N, K), the part of these rows in the gradient of the weights."""
     column = tl.arange(0, BC)
@@ -101,9 +91,7 @@ def input_backward(
 @device
 def gate_logits_backward(
     dx, dextra, partials, dz, x, extra, weight, scalars, rows, per,
-    N: tl.constexpr, WX: tl.constexpr, WE: tl.constexpr, X_STRIDE: tl.constexpr, EXTRA_STRIDE: tl.constexpr,
-    DX_STRIDE: tl.constexpr, DEXTRA_STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-    DX_MODE: tl.constexpr, DEXTRA_MODE: tl.constexpr,
+    N, WX, WE, X_STRIDE, EXTRA_STRIDE, DX_STRIDE, DEXTRA_STRIDE, BR, BC, DX_MODE, DEXTRA_MODE,
 ):  # fmt: skip
     """Store or add dx and dextra, and partials (chunks, N, WX + WE) of dweight; a program has one chunk of `per` rows."""
     begin = tl.program_id(0) * per
@@ -133,7 +121,7 @@ def lower_gate_logits_backward(op: Any, c: Lowering) -> None:
 
 
 @device
-def scale_and_slope(factor, SCALE: tl.constexpr, SQUASH: tl.constexpr):
+def scale_and_slope(factor, SCALE, SQUASH):
     """(what multiplies a gate, its derivative by the factor): SCALE, times the factor or (SQUASH) its sigmoid; factor None: 1."""
     scale, scale_slope = tl.full((), SCALE, tl.float32), tl.full((), SCALE, tl.float32)
     if factor is not None:
@@ -146,10 +134,7 @@ def scale_and_slope(factor, SCALE: tl.constexpr, SQUASH: tl.constexpr):
 
 
 @device
-def gated(
-    y, base, x, z, factor, scalars, rows, seq, C: tl.constexpr, N: tl.constexpr, X_STRIDE: tl.constexpr, BASE_STRIDE: tl.constexpr,
-    SCALE: tl.constexpr, SQUASH: tl.constexpr, SHIFT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+def gated(y, base, x, z, factor, scalars, rows, seq, C, N, X_STRIDE, BASE_STRIDE, SCALE, SQUASH, SHIFT, BR, BC, MODE):
     """y = base (None: 0) + gate x, a block (BR, BC) for each program, all of whose columns belong to one gate."""
     D: tl.constexpr = C // N
     blocks: tl.constexpr = (D + BC - 1) // BC
@@ -184,22 +169,14 @@ def lower_gated(op: Any, c: Lowering) -> None:
     C, N = constants["C"], constants["N"]
     BC = min(256, pow2(C // N))
     BR = BLOCK // BC
-    operands, blocks = {"rows": rows, "seq": sequence_length(op)}, N * ceil_div(C // N, BC)
+    operands, blocks = {"rows": rows, "seq": axis_size(op.x, 1)}, N * ceil_div(C // N, BC)
     c.launch(gated, operands, constants | {"BR": BR, "BC": BC}, grid=lambda s: (ceil_div(rows(s), BR), blocks))
-
-
-def sequence_length(op: Any) -> Any:
-    """The length of a sequence: a number, or a function of the run's sizes."""
-    name = getattr(op.x.shape[1], "name", None)
-    return int(op.x.shape[1]) if name is None else lambda s: s[name]
 
 
 @device
 def gated_backward(
     dx, dz, dfactor, partials, counter, dy, x, z, factor, scalars, rows, seq,
-    C: tl.constexpr, N: tl.constexpr, X_STRIDE: tl.constexpr, DX_STRIDE: tl.constexpr,
-    SCALE: tl.constexpr, SQUASH: tl.constexpr, SHIFT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-    DX_MODE: tl.constexpr, DZ_MODE: tl.constexpr, DFACTOR_MODE: tl.constexpr, SUM_BLOCK: tl.constexpr,
+    C, N, X_STRIDE, DX_STRIDE, SCALE, SQUASH, SHIFT, BR, BC, DX_MODE, DZ_MODE, DFACTOR_MODE, SUM_BLOCK,
 ):  # fmt: skip
     """BR rows of one gate's columns, BC at a time: dx = dy gate, and the dot products of dy and x, which dz needs. A program's part
     of dfactor goes to partials, which the last program adds up (single_pass_reduction.py). Grid: blocks of rows, gates."""
@@ -243,7 +220,7 @@ def lower_gated_backward(op: Any, c: Lowering) -> None:
     BC = min(256, max(MIN_SUM_COLUMNS, pow2(C // N)))
     BR = BLOCK // BC
     constants |= {"BR": BR, "BC": BC, "SUM_BLOCK": None}
-    operands: dict[str, Any] = {"dfactor": None, "partials": None, "counter": None, "rows": rows, "seq": sequence_length(op)}
+    operands: dict[str, Any] = {"dfactor": None, "partials": None, "counter": None, "rows": rows, "seq": axis_size(op.x, 1)}
     if op.factor is not None:
         operands |= {"dfactor": (part(op.dfactor), "fp32"), "counter": COUNTER}
         operands["partials"] = c.scratch("partials", (ceil_div(op.z.size // N, BR) * N,))

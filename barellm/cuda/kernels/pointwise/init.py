@@ -1,8 +1,6 @@
 """Initial values of parameters (rows, C), many in one launch by a table (optim/multi_tensor.py) with the fields below; a vector is
 one row. Elements from `valid` on (padding) are zero. `param`, `lo`: planes of a weight (storage.py). BF16: rounded to bf16."""
 
-from __future__ import annotations
-
 from math import pi, prod
 from typing import Any
 
@@ -54,10 +52,7 @@ def uniforms(first, second):
 
 
 @device
-def random_init(
-    table, scalars, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr,
-    C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, NORMAL: tl.constexpr, BF16: tl.constexpr,
-):  # fmt: skip
+def random_init(table, scalars, ENTRIES, WIDE, UNIT, FORMAT, C, BR, BC, NORMAL, BF16):
     """size times standard normal numbers (NORMAL) or uniform ones in (-1, 1), by Threefry with the seed and the parameter's stream:
     a block (BR, BC) for each program. Grid: blocks of rows of all parameters, blocks of columns."""
     entry, block = find_entry(table, ENTRIES, WIDE)
@@ -103,9 +98,7 @@ def lower_random_init(op: Any, c: Lowering) -> None:
 
 
 @device
-def constant_init(
-    table, ENTRIES: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def constant_init(table, ENTRIES, WIDE, UNIT, FORMAT, BLOCK):
     """Store `value` in all valid elements, BLOCK of them for each program."""
     entry, block = find_entry(table, ENTRIES, WIDE)
     i = block * BLOCK + tl.arange(0, BLOCK)

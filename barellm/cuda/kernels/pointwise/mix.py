@@ -8,8 +8,6 @@ most programs, has the sums of dk_j, None where it is not learned.
 A gradient of a coefficient is a dot product over all elements: each program sums SPAN of them into `partials`, and the last program
 of the launch adds up each row in order (single_pass_reduction.py)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import COUNTER, Lowering, lowering, mode
@@ -25,7 +23,7 @@ DX, DK = (" ".join(f"d{name}" for name in names) for names in (TERMS, COEFFICIEN
 
 
 @device
-def term(x, k, i, mask, NUMBER: tl.constexpr):
+def term(x, k, i, mask, NUMBER):
     """k x, or NUMBER x, at the elements i, fp32."""
     value = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
     if NUMBER is None:
@@ -41,11 +39,7 @@ def numbers_of(op: Any) -> tuple[float | None, ...]:
 
 
 @kernel("mix", starts="y", views=" ".join(COEFFICIENTS), constants=lambda op: {"NUMBERS": numbers_of(op)})
-@device
-def mix(
-    y, x0, x1, x2, x3, k0, k1, k2, k3, scalars, units,
-    NUMBERS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+def mix(y, x0, x1, x2, x3, k0, k1, k2, k3, scalars, units, NUMBERS, UNIT, BLOCK, MODE):
     """y = the sum of the terms x_j that are not None, each times its coefficient, BLOCK elements for each program."""
     i, mask = flat_indices(units, UNIT, BLOCK)
     total = term(x0, k0, i, mask, NUMBERS[0])
@@ -59,7 +53,7 @@ def mix(
 
 
 @device
-def term_backward(dx, total, by, x, k, i, mask, scalars, NUMBER: tl.constexpr, MODE: tl.constexpr):
+def term_backward(dx, total, by, x, k, i, mask, scalars, NUMBER, MODE):
     """Write dx = k dy at the elements i (`by`: dy there); gives `total` plus dy x, for dk, where the coefficient is learned."""
     if dx is not None:
         if NUMBER is None:
@@ -71,24 +65,21 @@ def term_backward(dx, total, by, x, k, i, mask, scalars, NUMBER: tl.constexpr, M
 
 
 @device
-def store_partial(partials, total, PLACE: tl.constexpr, STRIDE: tl.constexpr):
+def store_partial(partials, total, PLACE, STRIDE):
     """Store this program's sum for dk into row PLACE of partials, if there is one."""
     if PLACE is not None:
         tl.store(partials + PLACE * STRIDE + tl.program_id(0), tl.sum(total, 0))
 
 
 @device
-def reduce_row(dk, partials, scalars, PLACE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr):
+def reduce_row(dk, partials, scalars, PLACE, STRIDE, BLOCK, MODE):
     """dk (1) = the sum of row PLACE of partials over all programs, if it is learned."""
     if PLACE is not None:
         store_total(dk, partials + PLACE * STRIDE, tl.num_programs(0), scalars, BLOCK, MODE)
 
 
 @device
-def reduce_rows(
-    counter, dk0, dk1, dk2, dk3, partials, scalars,
-    MODES: tl.constexpr, PARTIALS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def reduce_rows(counter, dk0, dk1, dk2, dk3, partials, scalars, MODES, PARTIALS, STRIDE, BLOCK):
     """In the last program of the launch: store or add each coefficient's gradient, the sum of its row of partials. MODES:
     DK_MODES."""
     if is_last_program(counter):
@@ -101,8 +92,7 @@ def reduce_rows(
 @device
 def mix_backward(
     partials, counter, dk0, dk1, dk2, dk3, dx0, dx1, dx2, dx3, dy, x0, x1, x2, x3, k0, k1, k2, k3, scalars, units,
-    NUMBERS: tl.constexpr, MODES: tl.constexpr, DK_MODES: tl.constexpr, PARTIALS: tl.constexpr,
-    STRIDE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    NUMBERS, MODES, DK_MODES, PARTIALS, STRIDE, UNIT, SPAN, BLOCK,
 ):  # fmt: skip
     """All dx_j, and the partial sums of all dk_j, in one pass over dy, SPAN elements for each program; t_j is its sum of dy x_j."""
     n = units.to(tl.int64) * UNIT

@@ -1,8 +1,6 @@
 """Threefry2x32-20 (Salmon et al. 2011), a counter-based generator, on uint32 lanes, bitwise as
 `program/ops/pointwise/random.py`."""
 
-from __future__ import annotations
-
 from barellm.cuda.kernels.common import SEED, STEP
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.ops.pointwise.random import PARITY as PARITY_WORD
@@ -13,14 +11,14 @@ A0, A1, A2, A3, B0, B1, B2, B3 = (constant(r) for group in ROTATIONS for r in gr
 
 
 @device
-def mix(x, y, R: tl.constexpr):
+def mix(x, y, R):
     """One round: y rotated left by R bits, xored with the sum."""
     x = x + y
     return x, ((y << R) | (y >> (32 - R))) ^ x
 
 
 @device
-def mix_four(x, y, R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr):
+def mix_four(x, y, R0, R1, R2, R3):
     x, y = mix(x, y, R0)
     x, y = mix(x, y, R1)
     x, y = mix(x, y, R2)
@@ -48,14 +46,14 @@ def sample_key(scalars, sample, stream):
 
 
 @device
-def calls(k0, k1, row, first, ROWS: tl.constexpr, CALLS: tl.constexpr):
+def calls(k0, k1, row, first, ROWS, CALLS):
     """Both words (ROWS, CALLS) of the generator's calls from `first` on, for keys and rows (ROWS,); the counter is (call, row)."""
     i = (first + tl.arange(0, CALLS)).to(tl.uint32)
     return threefry(k0[:, None], k1[:, None], i[None, :], row.to(tl.uint32)[:, None])
 
 
 @device
-def to_columns(first, second, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def to_columns(first, second, ROWS, COLUMNS):
     """The two words of each call, (ROWS, COLUMNS / 2) each, in their columns' order: 16 of the first, 16 of the second."""
     shape: tl.constexpr = (ROWS, COLUMNS // 32, 16)
     pairs = tl.join(tl.reshape(first, shape), tl.reshape(second, shape))
@@ -63,7 +61,7 @@ def to_columns(first, second, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @device
-def words(k0, k1, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def words(k0, k1, row, column, ROWS, COLUMNS):
     """One random word for each of COLUMNS columns from `column` on, both multiples of 32; keys and rows (ROWS,)."""
     first, second = calls(k0, k1, row, column // 2, ROWS, COLUMNS // 2)
     return to_columns(first, second, ROWS, COLUMNS)
@@ -77,7 +75,7 @@ def four_rotations(word):
 
 
 @device
-def shared_words(k0, k1, column, COLUMNS: tl.constexpr):
+def shared_words(k0, k1, column, COLUMNS):
     """A shared word, uint32 (COLUMNS,), for each column of row 0 from `column` on, both multiples of 128."""
     i = (column // 8 + tl.arange(0, COLUMNS // 8)).to(tl.uint32)
     first, second = threefry(k0, k1, i, tl.zeros((COLUMNS // 8,), tl.uint32))

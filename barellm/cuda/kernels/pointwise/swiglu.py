@@ -1,20 +1,14 @@
 """Gated activations (SwiGLU and the like) forward and backward. Shapes: y, dy, gate, up, dgate, dup (..., F); gate, up and their
 gradients may be columns of wider rows; GATE_STRIDE and so on: elements from a row to the next. NAME: the activation."""
 
-from __future__ import annotations
-
 from barellm.cuda.kernels.common import kernel, store_or_add, tile_indices
 from barellm.cuda.kernels.pointwise.activations import slope_of, value_of
-from barellm.cuda.lang import device, tl
+from barellm.cuda.lang import tl
 from barellm.program.ops.pointwise.swiglu import GATED
 
 
 @kernel(*(one.name for one in GATED.values()), starts="y", views="gate up", constants=lambda op: {"NAME": op.definition.name})
-@device
-def gated(
-    y, gate, up, scalars, rows, NAME: tl.constexpr,
-    C: tl.constexpr, GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+def gated(y, gate, up, scalars, rows, NAME, C, GATE_STRIDE, UP_STRIDE, BR, BC, MODE):
     """y = activation(gate) * up, stored or added (MODE), in blocks (BR, BC) of rows."""
     row, column, mask = tile_indices(rows, C, BR, BC)
     row, column = row[:, None], column[None, :]
@@ -27,11 +21,9 @@ def gated(
     *(one.backward.name for one in GATED.values()), starts="dgate dup", views="gate up dgate dup",
     constants=lambda op: {"NAME": op.definition.name, "SLOPE": op.definition.backward.name},
 )  # fmt: skip
-@device
 def gated_backward(
-    dgate, dup, dy, gate, up, scalars, rows, NAME: tl.constexpr, SLOPE: tl.constexpr,
-    C: tl.constexpr, GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, DGATE_STRIDE: tl.constexpr, DUP_STRIDE: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr, DGATE_MODE: tl.constexpr, DUP_MODE: tl.constexpr,
+    dgate, dup, dy, gate, up, scalars, rows,
+    NAME, SLOPE, C, GATE_STRIDE, UP_STRIDE, DGATE_STRIDE, DUP_STRIDE, BR, BC, DGATE_MODE, DUP_MODE,
 ):  # fmt: skip
     """dgate = dy up slope(gate) and dup = dy activation(gate), each stored or added. SLOPE: the derivative's name."""
     row, column, mask = tile_indices(rows, C, BR, BC)

@@ -2,8 +2,6 @@
 those of `program/ops/pointwise/tausworthe.py`. HALF streams serve a block of BLOCK columns of a row, HALF columns with each draw.
 COMPONENTS: (A, B, C, MASK) of each of the three or four generators whose states s0 to s3 are xored."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
@@ -21,19 +19,19 @@ ROWS = 64  # of a program: with HALF columns 8 elements for each of 128 threads
 
 
 @device
-def seed_states(word, MASK: tl.constexpr):
+def seed_states(word, MASK):
     """Seeds from random words: if all bits inside the mask are zero, which a generator cannot leave, the lowest is set."""
     return tl.where((word & MASK) == 0, word | ((MASK ^ 0xFFFFFFFF) + 1), word)
 
 
 @device
-def advance(s, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, MASK: tl.constexpr):
+def advance(s, A, B, C, MASK):
     """One step of one generator's states s (uint32)."""
     return ((s & MASK) << C) ^ (((s << A) ^ s) >> B)
 
 
 @device
-def advance_all(s0, s1, s2, s3, COMPONENTS: tl.constexpr):
+def advance_all(s0, s1, s2, s3, COMPONENTS):
     """One step of all components; of three, s3 stays as it is."""
     s0 = advance(s0, COMPONENTS[0][0], COMPONENTS[0][1], COMPONENTS[0][2], COMPONENTS[0][3])
     s1 = advance(s1, COMPONENTS[1][0], COMPONENTS[1][1], COMPONENTS[1][2], COMPONENTS[1][3])
@@ -44,7 +42,7 @@ def advance_all(s0, s1, s2, s3, COMPONENTS: tl.constexpr):
 
 
 @device
-def first_states(k0, k1, row, block, ROWS: tl.constexpr, COMPONENTS: tl.constexpr):
+def first_states(k0, k1, row, block, ROWS, COMPONENTS):
     """The states (ROWS, HALF) of the streams of a block of columns before their first draw; keys and rows (ROWS,)."""
     i = (block * 2 * HALF + tl.arange(0, HALF)).to(tl.uint32)[None, :]
     row = row.to(tl.uint32)[:, None]
@@ -59,10 +57,7 @@ def first_states(k0, k1, row, block, ROWS: tl.constexpr, COMPONENTS: tl.constexp
 
 
 @device
-def tausworthe_dropout(
-    out, x, scalars, rows, seq, stream, C: tl.constexpr, ROWS: tl.constexpr, COMPONENTS: tl.constexpr,
-    THRESHOLD: tl.constexpr, SCALE: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+def tausworthe_dropout(out, x, scalars, rows, seq, stream, C, ROWS, COMPONENTS, THRESHOLD, SCALE, MODE):
     """Dropout of ROWS rows of one block of columns, HALF columns with each draw. THRESHOLD, SCALE: as in dropout.py."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)

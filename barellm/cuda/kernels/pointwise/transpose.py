@@ -2,8 +2,6 @@
 
 A program transposes one tile: it reads parts of the rows of x and writes parts of the rows of y, whole cache lines of both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering
@@ -17,7 +15,7 @@ TILE = 64  # rows and columns
 
 
 @device
-def transposed_tile(ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+def transposed_tile(ROWS, COLUMNS, TILE):
     """This program's tile: offsets in x and their mask, offsets in y and their mask, (TILE, TILE) each; those of y are
     transposed."""
     ACROSS: tl.constexpr = (COLUMNS + TILE - 1) // TILE
@@ -32,14 +30,14 @@ def transposed_tile(ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexp
 
 
 @device
-def transpose_copy(y, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+def transpose_copy(y, x, ROWS, COLUMNS, TILE):
     """y = x^T of elements of 16 or 32 bits, whatever they mean."""
     x_offset, x_mask, y_offset, y_mask = transposed_tile(ROWS, COLUMNS, TILE)
     tl.store(y + y_offset, tl.trans(tl.load(x + x_offset, mask=x_mask)), mask=y_mask)
 
 
 @device
-def transpose_add(y, y_lo, x, x_lo, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+def transpose_add(y, y_lo, x, x_lo, ROWS, COLUMNS, TILE):
     """y += x^T in fp32, whatever the storage of weights (storage.py): y_lo and x_lo are second planes, or None."""
     x_offset, x_mask, y_offset, y_mask = transposed_tile(ROWS, COLUMNS, TILE)
     total = load_weight(y, y_lo, y_offset, y_mask).to(tl.float32)
