@@ -24,7 +24,7 @@ from barellm.config import Config, aliases, overrides
 from barellm.config.aliases import PRESETS
 from barellm.config.fields import converted, path_of
 from barellm.errors import UserError, shown
-from barellm.interop.sources import begin_from, open_base
+from barellm.interop.sources import starting_weights
 from barellm.training import curve, metrics, run
 from barellm.training.console import Console
 from barellm.training.resume import resume_from
@@ -150,11 +150,7 @@ def train(
             keys = keys if start else overrides.flat(chosen)
         else:
             chosen, keys, start = requested.chosen()
-        weights = None
-        if chosen.train.init_from and start is None:
-            chosen, weights = begin_from(chosen, keys)
-        elif start and chosen.adapter.active:
-            weights = open_base(start.meta, start.path)
+        chosen, weights = starting_weights(chosen, keys, start)
         chosen.check()
         before = start.meta["machine"].get("device", "") if start else ""
         device = build.chosen_device(device, chosen, before=before)

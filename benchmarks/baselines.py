@@ -168,7 +168,8 @@ def measure(
 def summary(config: Config, all_variants: list[Variant], *, rounds: int, steps: int, device: str = "cpu") -> dict[str, Any]:
     """Medians, ratios, and the roofline."""
     from barellm.assembly.build import build_programs
-    from barellm.tools.plan.roofline import measured_ceiling, step_bound
+    from barellm.tools.plan.roofline import measured_ceiling
+    from benchmarks.roofline import step_bound
 
     ceiling = measured_ceiling(device=device)
     ceiling.again()

@@ -18,8 +18,9 @@ from barellm.config import Config
 from barellm.cpu.threads import allowed_cpus, thread_count
 from barellm.errors import UserError
 from barellm.tools.bench.description import CHECKOUT, description
-from barellm.tools.plan.roofline import measured_ceiling, step_bound
+from barellm.tools.plan.roofline import measured_ceiling
 from benchmarks.interleaved import Variant, interleave, ours
+from benchmarks.roofline import step_bound
 
 
 @dataclass(frozen=True)

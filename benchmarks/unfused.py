@@ -5,12 +5,11 @@ python -m benchmarks.unfused bench step gpt2-124m --batch 4 --seq 64
 
 from __future__ import annotations
 
+import os
 import sys
 
 from barellm.cli.main import main
-from barellm.program import fusion
-from barellm.runtime import lowering
 
 if __name__ == "__main__":
-    lowering.fuse = lambda ops, table, **more: fusion.fuse(ops, [], **more)
+    os.environ["BARELLM_FUSION"] = "0"
     sys.exit(main(sys.argv[1:]))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import barellm
 from barellm import models
-from barellm.cli import help
 from barellm.cli.main import COMMANDS, parser_of
+from barellm.cli.parsing import help
 from barellm.config import AdapterConfig, DataConfig, OptimConfig, TrainConfig, aliases, overrides
 from barellm.config.fields import Section, entries
 

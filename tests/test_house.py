@@ -40,7 +40,7 @@ MAY = {
     "tools.profile": BUILT | {"cpu", "cuda", "tools.plan", "training"},  # a step as a run takes it: its schedule
     "tools.bench": BUILT | {"cpu", "cuda", "tools.plan", "tools.profile"},
 }
-MAY["cli"] = set(MAY) | {OVERRIDES}
+MAY["cli"] = set(MAY) | {OVERRIDES, "runs"}
 MOST = 25  # files of a folder
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from barellm import models
-from barellm.cli import help, options
+from barellm.cli.parsing import help, options
 from barellm.config import Config
 from barellm.errors import UserError
 from barellm.training.console import show
@@ -35,23 +35,16 @@ def configure(parser: options.Parser) -> None:
         help="step, ops, attention, gemm: baselines to compare with: all that are installed, torch, llmc=PATH; for gemm torch, or "
         "on a GPU cublaslt",
     )
-    rare.add_argument(
-        "--interleave", type=int, metavar="N", help="step --baselines, gemm, attention: interleaved rounds (default: 7)"
-    )
-    parser.add_argument("--out", metavar="FILE.json", help="where the result goes (with --baselines: runs/bench/)")
-    rare.add_argument(
-        "--publish",
-        action="store_true",
-        help="put the result among the project's own in benchmarks/results/, by processor, and make the README's tables again",
-    )
-    rare.add_argument("--tokens", metavar="LIST", help="gemm: numbers of tokens (default: batch x seq), as in 256,1024")
-    rare.add_argument(
-        "--share", type=int, metavar="N",
-        help="attention: query heads of each key and value head (grouped-query attention, default: 1)",
-    )  # fmt: skip
-    rare.add_argument("--digest", action="store_true", help="step: add a hash of all weights and states after the steps")
-    rare.add_argument("--serve", action="store_true", help='step: a line "N" of standard input runs N steps, until its end')
-    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    options.add(rare, "--interleave N", "step --baselines, gemm, attention: interleaved rounds (default: 7)", type=int)
+    options.add(parser, "--out FILE.json", "where the result goes (with --baselines: runs/bench/)")
+    options.add(rare, "--publish",
+        "put the result among the project's own in benchmarks/results/, by processor, and make the tables again")  # fmt: skip
+    options.add(rare, "--tokens LIST", "gemm: numbers of tokens (default: batch x seq), as in 256,1024")
+    options.add(rare, "--share N",
+        "attention: query heads of each key and value head (grouped-query attention, default: 1)", type=int)  # fmt: skip
+    options.add(rare, "--digest", "step: add a hash of all weights and states after the steps")
+    options.add(rare, "--serve", 'step: a line "N" of standard input runs N steps, until its end')
+    options.add(parser, "--json", "print one JSON object last")
     options.add_device(parser, "auto, cpu or cuda", "auto")
     options.add_stage(parser)
     options.add_configuration(parser)

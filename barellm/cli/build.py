@@ -3,18 +3,14 @@
 import argparse
 import time
 
-from barellm.cli.options import Parser, add_configuration, configuration
+from barellm.cli.parsing.options import Parser, add, add_configuration, configuration
 
 
 def configure(parser: Parser) -> None:
-    parser.add_argument("-o", "--out", required=True, metavar="DIR", help="the folder to make")
-    parser.add_argument("--threads", type=int, metavar="N", help="the most threads of a session (default: this machine's)")
-    parser.add_argument(
-        "--static", action="store_true", help="train-static and sample-static too, which need no shared libraries at all"
-    )
-    parser.add_argument(
-        "--isa", metavar="NAME", help="the instructions of another machine: avx2, avx512_bf16, neon, neon_bf16, ..."
-    )
+    add(parser, "-o --out DIR", "the folder to make", required=True)
+    add(parser, "--threads N", "the most threads of a session (default: this machine's)", type=int)
+    add(parser, "--static", "train-static and sample-static too, which need no shared libraries at all")
+    add(parser, "--isa NAME", "the instructions of another machine: avx2, avx512_bf16, neon, neon_bf16, ...")
     add_configuration(parser)
 
 

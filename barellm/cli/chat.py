@@ -12,7 +12,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from barellm.cli import options
+from barellm.cli.parsing import options
 
 if TYPE_CHECKING:
     from barellm.cli.checkpoints import Found
@@ -30,18 +30,15 @@ DIM, PLAIN = "\033[2m", "\033[0m"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="RUN")
-    parser.add_argument("--system", type=options.escaped, metavar="TEXT", help="the system message (default: the template's own)")
-    parser.add_argument(
-        "-n", "--max-new-tokens", type=int, default=512, metavar="N",
-        help="most tokens of an answer, half the context at most (default: 512)",
-    )  # fmt: skip
+    options.add(parser, "--system TEXT", "the system message (default: the template's own)", type=options.escaped)
+    options.add(parser, "-n --max-new-tokens N", "most tokens of an answer, half the context at most (default: 512)", 512)
     options.add_context(parser)
     options.add_exact(parser)
     options.add_sampling(parser)
-    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="of the first answer (default: 1337)")
-    parser.add_argument("--thinking", choices=THINKING, default="dim", help="what to do with a model's thinking (default: dim)")
-    parser.add_argument("--template", metavar="NAME", help="one of several chat templates that a model has (default: default)")
-    parser.add_argument("--no-thinking", action="store_true", help="give the template enable_thinking=False, which some obey")
+    options.add(parser, "--seed N", "of the first answer (default: 1337)", 1337)
+    options.add(parser, "--thinking", "what to do with a model's thinking (default: dim)", "dim", choices=THINKING)
+    options.add(parser, "--template NAME", "one of several chat templates that a model has (default: default)")
+    options.add(parser, "--no-thinking", "give the template enable_thinking=False, which some obey")
     options.add_device(parser, "auto, cpu, cuda or reference", "auto")
     options.add_dtype(parser)
     options.add_weights(parser)

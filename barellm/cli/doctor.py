@@ -10,20 +10,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from barellm.cli.options import add_device
+from barellm.cli.parsing.options import add, add_device
 
 PACKAGES = ("numpy", "ml_dtypes", "llvmlite", "tokenizers", "tiktoken", "xxhash", "matplotlib")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--measure", action="store_true", help="measure the rates of this machine again; rooflines and MFU follow from them"
-    )
+    add(parser, "--measure", "measure the rates of this machine again; rooflines and MFU follow from them")
     add_device(parser, "with --measure: cpu or cuda")
-    parser.add_argument(
-        "--gpu", action="store_true", help="check the GPU's kernels against float64 again, with a table for reports"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    add(parser, "--gpu", "check the GPU's kernels against float64 again, with a table for reports")
+    add(parser, "--json", "one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from barellm.cli.options import add_adapter, add_context, add_device, add_dtype, add_weights, context_of
+from barellm.cli.parsing.options import add, add_adapter, add_context, add_device, add_dtype, add_weights, context_of
 from barellm.data.cache import new_file
 from barellm.errors import UserError
 from barellm.training.console import Console, show
@@ -24,39 +24,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="a checkpoint's folder, or a run's, whose newest complete one is taken"
     )
-    parser.add_argument(
-        "--data", metavar="SOURCE", help="another dataset, of which the validation split is used (default: the run's own)"
-    )
-    parser.add_argument(
-        "--split", choices=("val", "all"), default="val", help="the validation split, or all of the text (default: val)"
-    )
+    add(parser, "--data SOURCE", "another dataset, of which the validation split is used (default: the run's own)")
+    add(parser, "--split", "the validation split, or all of the text (default: val)", "val", choices=("val", "all"))
     parser.add_argument("--whole", action="store_const", const="all", dest="split", help=argparse.SUPPRESS)  # its old name
-    parser.add_argument(
-        "--tokens", type=int, default=0, metavar="N", help="evaluate on about N tokens, evenly spread (default: all)"
-    )
-    parser.add_argument(
-        "--first", type=int, default=0, metavar="N",
-        help="evaluate on the first N tokens, each a target once, as a record of modded-nanogpt does with 10485760",
-    )  # fmt: skip
-    parser.add_argument(
-        "--hellaswag", metavar="FILE", help="choose HellaSwag's endings instead: the public hellaswag_val.jsonl, or llm.c's .bin"
-    )
-    parser.add_argument("--limit", type=int, default=0, metavar="N", help="only its first N examples (default: all)")
-    parser.add_argument(
-        "--per-document",
-        metavar="FILE",
-        help="write a JSON object for each document of the text, or each example of HellaSwag, to a new file",
-    )
-    parser.add_argument(
-        "--batch", type=int, default=8, metavar="N",
-        help="batch size (default: 8); of rows of train.eval_seq as many tokens, at least a row",
-    )  # fmt: skip
+    add(parser, "--tokens N", "evaluate on about N tokens, evenly spread (default: all)", 0)
+    add(parser, "--first N",
+        "evaluate on the first N tokens, each a target once, as a record of modded-nanogpt does with 10485760", 0)  # fmt: skip
+    add(parser, "--hellaswag FILE", "choose HellaSwag's endings instead: the public hellaswag_val.jsonl, or llm.c's .bin")
+    add(parser, "--limit N", "only its first N examples (default: all)", 0)
+    add(parser, "--per-document FILE",
+        "write a JSON object for each document of the text, or each example of HellaSwag, to a new file")  # fmt: skip
+    add(parser, "--batch N", "batch size (default: 8); of rows of train.eval_seq as many tokens, at least a row", 8)
     add_device(parser, "auto, cpu, cuda or reference", "auto")
     add_dtype(parser)
     add_weights(parser)
     add_adapter(parser)
     add_context(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add(parser, "--json", "print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,24 +2,19 @@
 
 import argparse
 
-from barellm.cli.options import dtype
+from barellm.cli.parsing.options import add, dtype
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a step folder, or a run's folder (its newest complete one)")
-    parser.add_argument(
-        "--format", required=True, metavar="NAME",
-        help="huggingface (hf), gguf (llama.cpp's), peft (an adapter alone), llmc, llmc-checkpoint (with AdamW's moments), or "
-        "llmc-tokenizer (no weights)",
-    )  # fmt: skip
-    parser.add_argument("--dtype", type=dtype, default="fp32", metavar="NAME", help="fp32, bf16, or for gguf fp16 (default: fp32)")
-    parser.add_argument(
-        "--license",
-        metavar="NAME",
-        help="for the model card of huggingface, and for gguf: a name that the hub knows, as mit or apache-2.0",
-    )
-    parser.add_argument("--merge", action="store_true", help="add the adapter that a run trained to the weights of its base")
-    parser.add_argument("--out", required=True, metavar="PATH", help="the folder or file, which must not be there yet")
+    add(parser, "--format NAME",
+        "huggingface (hf), gguf (llama.cpp's), peft (an adapter alone), llmc, llmc-checkpoint (with AdamW's moments), or "
+        "llmc-tokenizer (no weights)", required=True)  # fmt: skip
+    add(parser, "--dtype NAME", "fp32, bf16, or for gguf fp16 (default: fp32)", "fp32", type=dtype)
+    add(parser, "--license NAME",
+        "for the model card of huggingface, and for gguf: a name that the hub knows, as mit or apache-2.0")  # fmt: skip
+    add(parser, "--merge", "add the adapter that a run trained to the weights of its base")
+    add(parser, "--out PATH", "the folder or file, which must not be there yet", required=True)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ moments and step. llm.c does not save its learning rate, schedule or batch size:
 import argparse
 
 from barellm import models
-from barellm.cli.options import CommandLine, Parser, add_configuration
+from barellm.cli.parsing.options import CommandLine, Parser, add, add_configuration
 from barellm.errors import UserError
 from barellm.training.console import show
 
@@ -17,11 +17,10 @@ def configure(parser: Parser) -> None:
         metavar="SOURCE",
         help="a folder with config.json and model.safetensors, hf:OWNER/NAME on the hub, a GGUF file, or an llm.c file",
     )
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the checkpoint, new or empty")
-    parser.add_argument(
-        "--tokenizer", default="", metavar="NAME",
-        help="bytes, gpt2, a folder with tokenizer.json, llm.c's .bin (default: what lies with the model; GPT-2's for 50257 ids)",
-    )  # fmt: skip
+    add(parser, "--out DIR", "folder for the checkpoint, new or empty", required=True)
+    add(parser, "--tokenizer NAME",
+        "bytes, gpt2, a folder with tokenizer.json, llm.c's .bin (default: what lies with the model; GPT-2's for 50257 ids)",
+        "")  # fmt: skip
     add_configuration(parser)
 
 

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from barellm import models
-from barellm.cli.options import add_device, add_weights, dtype
+from barellm.cli.parsing.options import add, add_device, add_weights, dtype
 from barellm.config import overrides
 from barellm.errors import UserError
 from barellm.tools.inspect.device_code import line
@@ -16,26 +16,20 @@ STAGES = {"cpu": ("summary", "ir", "asm"), "cuda": ("summary", "ir", "ptx", "sas
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kernel", nargs="?", metavar="KERNEL", help="a kernel, an op, or a symbol of the list")
-    parser.add_argument(
-        "--preset", default="gpt2-124m", metavar="PRESET", help="the preset whose kernels are meant (default: gpt2-124m)"
-    )
-    parser.add_argument(
-        "--dtype", type=dtype, default="auto", choices=("auto", "fp32", "bf16", "fp16"),
-        help="the dtype of the preset's matmuls (default: auto)",
-    )  # fmt: skip
+    add(parser, "--preset PRESET", "the preset whose kernels are meant (default: gpt2-124m)", "gpt2-124m")
+    add(parser, "--dtype",
+        "the dtype of the preset's matmuls (default: auto)", "auto", type=dtype,
+        choices=("auto", "fp32", "bf16", "fp16"))  # fmt: skip
     add_device(parser, "cpu, or cuda, for which no GPU need be there")
-    parser.add_argument(
-        "--isa", metavar="NAME", help="amx_bf16, avx512_bf16, avx512, avx2, generic, neon_bf16, neon (default: as used here)"
-    )
-    parser.add_argument("--target", metavar="TRIPLE", help="another machine, e.g. aarch64-apple-darwin, with --isa")
-    parser.add_argument("--arch", metavar="NAME", help="cuda: sm_80 to sm_120 (default: as used here)")
-    parser.add_argument(
-        "--stage", default="summary", choices=dict.fromkeys(stage for stages in STAGES.values() for stage in stages),
-        help="what to print (default: summary); asm: cpu only; ptx, sass: cuda only",
-    )  # fmt: skip
+    add(parser, "--isa NAME", "amx_bf16, avx512_bf16, avx512, avx2, generic, neon_bf16, neon (default: as used here)")
+    add(parser, "--target TRIPLE", "another machine, e.g. aarch64-apple-darwin, with --isa")
+    add(parser, "--arch NAME", "cuda: sm_80 to sm_120 (default: as used here)")
+    add(parser, "--stage",
+        "what to print (default: summary); asm: cpu only; ptx, sass: cuda only", "summary",
+        choices=dict.fromkeys(stage for stages in STAGES.values() for stage in stages))  # fmt: skip
     add_weights(parser)
-    parser.add_argument("--recompute", action="store_true", help="take the programs that recompute activations")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add(parser, "--recompute", "take the programs that recompute activations")
+    add(parser, "--json", "print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import argparse
 
-    from barellm.cli.options import Parser
+    from barellm.cli.parsing.options import Parser
 
 COMMANDS: dict[str, str] = {
     "train": "train; without arguments a small model on Python source", "prepare": "tokenize a dataset into shards",
@@ -26,12 +26,14 @@ COMMANDS: dict[str, str] = {
     "export": "write weights for transformers, llm.c or llama.cpp",
     "build": "make a program that trains without Python: library, header",
     "plan": "memory plan and roofline: bytes, FLOPs, traffic by op",
+    "compare": "whether losses differ by rounding or by a fault: seeds, p-value",
+    "verify": "replay a step bit for bit, or name the op that differs",
     "profile": "where a step's time goes, by op and thread; a timeline", "bench": "benchmark kernels and training steps",
     "tune": "autotune the GEMM configurations of a preset", "inspect": "show a kernel's IR, assembly and registers",
     "doctor": "what this machine has and what barellm will use",
 }  # fmt: skip
 # Commands that take a model of one's own, --model FILE.py.
-WITH_MODELS = COMMANDS.keys() - {"prepare", "runs", "plot", "import", "export", "doctor"}
+WITH_MODELS = COMMANDS.keys() - {"prepare", "runs", "plot", "verify", "import", "export", "doctor"}
 SECTIONS = {"train": "train", "sample": "use a model", "plan": "examine"}  # from this command on
 
 
@@ -72,7 +74,7 @@ def parser_of(name: str, words: Sequence[str]) -> Parser:
     from importlib import import_module
 
     from barellm import models
-    from barellm.cli.options import Parser, add_own_models
+    from barellm.cli.parsing.options import Parser, add_own_models
 
     module = import_module(f"barellm.cli.{name}")
     parser = Parser(prog=f"barellm {name}", description=module.__doc__)
@@ -131,7 +133,7 @@ def help_or_command(argv: Sequence[str]) -> int:
         print(f"barellm {__version__}")
         return 0
     if argv[0] == "--completion":
-        from barellm.cli.help import completion
+        from barellm.cli.parsing.help import completion
 
         print(completion(argv[1] if argv[1:] else "", {name: parser_of(name, []) for name in COMMANDS}))
         return 0

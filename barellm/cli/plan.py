@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from barellm.cli import help, options
+from barellm.cli.parsing import help, options
 from barellm.errors import UserError
 from barellm.runtime.ranks import ALONE, Planned
 from barellm.training.console import show
@@ -23,39 +23,25 @@ MOST_SHOWN = 8  # ranks whose memory is shown one by one
 
 def configure(parser: options.Parser) -> None:
     rare = help.Rare(parser)
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="show the roofline of a step; an estimate by the rates of this machine, which are measured once",
-    )
-    parser.add_argument(
-        "--card", metavar="NAME",
-        help="plan for a GPU that need not be here, with the roofline of a step by its data sheet: a100, h100, h200, rtx3060, "
-        "rtx3090, rtx4090 or rtx5090",
-    )  # fmt: skip
+    options.add(parser, "--measure",
+        "show the roofline of a step; an estimate by the rates of this machine, which are measured once")  # fmt: skip
+    options.add(parser, "--card NAME",
+        "plan for a GPU that need not be here, with the roofline of a step by its data sheet: a100, h100, h200, rtx3060, "
+        "rtx3090, rtx4090 or rtx5090")  # fmt: skip
     rare.add_argument(
         "--gemm", type=int, nargs=3, metavar=("M", "N", "K"),
         help="with --device cuda: only the tiling and split-K of one GEMM (fprop, dgrad and wgrad)",
     )  # fmt: skip
-    rare.add_argument(
-        "--compile",
-        action="store_true",
-        help="with --device cuda: compile the GEMM kernels, to know their occupancy (blocks per multiprocessor)",
-    )
-    parser.add_argument("--ranks", type=int, metavar="N", help="plan one of N processes that train together (docs/ranks.md)")
-    rare.add_argument(
-        "--interconnect",
-        metavar="NAME",
-        help="with --ranks: scaling model of a step over this interconnect: memory, 1gbit, 1gbit-1ms, 10gbit, 100gbit, ib400, "
-        "nvlink4 (docs/scale.md)",
-    )
-    rare.add_argument(
-        "--mfu", type=float, default=0.4, metavar="SHARE",
-        help="with --interconnect: model FLOPs utilization of a rank's matmuls (default: 0.4)",
-    )  # fmt: skip
-    parser.add_argument("--map", action="store_true", help="print the memory map: every tensor's address and lifetime")
-    parser.add_argument("--optim", action="store_true", help="print which parameter gets which optimizer")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    options.add(rare, "--compile",
+        "with --device cuda: compile the GEMM kernels, to know their occupancy (blocks per multiprocessor)")  # fmt: skip
+    options.add(parser, "--ranks N", "plan one of N processes that train together (docs/ranks.md)", type=int)
+    options.add(rare, "--interconnect NAME",
+        "with --ranks: scaling model of a step over this interconnect: memory, 1gbit, 1gbit-1ms, 10gbit, 100gbit, ib400, "
+        "nvlink4 (docs/scale.md)")  # fmt: skip
+    options.add(rare, "--mfu SHARE", "with --interconnect: model FLOPs utilization of a rank's matmuls (default: 0.4)", 0.4)
+    options.add(parser, "--map", "print the memory map: every tensor's address and lifetime")
+    options.add(parser, "--optim", "print which parameter gets which optimizer")
+    options.add(parser, "--json", "print one JSON object instead of tables")
     options.add_device(parser, "cpu, or cuda, for which no GPU need be there")
     options.add_stage(parser, "the training stage that is planned alone, of a model whose runs have stages")
     options.add_configuration(parser)

@@ -12,6 +12,7 @@ import argparse
 import json
 from pathlib import Path
 
+from barellm.cli.parsing.options import add
 from barellm.errors import UserError
 from barellm.training import curve
 from barellm.training.console import Console
@@ -21,19 +22,14 @@ from barellm.training.curve import AXES, QUANTITIES, Curve
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, its metrics.jsonl, or what train --json said")
     kinds = "a picture, .png, .svg or .pdf, or a page for a browser, .html (default: charts in the terminal)"
-    parser.add_argument("--out", metavar="FILE", help=kinds)
-    parser.add_argument("--x", choices=AXES, help="what it is drawn over (default: steps)")
-    parser.add_argument(
-        "--y",
-        choices=QUANTITIES,
-        help="loss, bits (per byte, of evaluations), lr, norm (of the gradient), speed (tokens per second) or hellaswag (accuracy "
-        "by the mean loss of a token) (default: loss)",
-    )
-    parser.add_argument("--log", choices=("x", "y", "xy"), help="which axes are logarithmic (default: none)")
-    parser.add_argument("--exponent-stats", action="store_true", help="exponent histograms of one run, in the place of losses")
-    parser.add_argument(
-        "--json", action="store_true", help="with --exponent-stats: print the numbers of every step, and nothing else"
-    )
+    add(parser, "--out FILE", kinds)
+    add(parser, "--x", "what it is drawn over (default: steps)", choices=AXES)
+    add(parser, "--y",
+        "loss, bits (per byte, of evaluations), lr, norm (of the gradient), speed (tokens per second) or hellaswag (accuracy "
+        "by the mean loss of a token) (default: loss)", choices=QUANTITIES)  # fmt: skip
+    add(parser, "--log", "which axes are logarithmic (default: none)", choices=("x", "y", "xy"))
+    add(parser, "--exponent-stats", "exponent histograms of one run, in the place of losses")
+    add(parser, "--json", "with --exponent-stats: print the numbers of every step, and nothing else")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from barellm.cli.options import ESCAPES, escaped
+from barellm.cli.parsing.options import ESCAPES, add, escaped
 from barellm.config import DataConfig
 from barellm.errors import UserError, nearest, visible
 
@@ -38,36 +38,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="files of text, .jsonl, .json, .csv, .tsv or .parquet, also .gz or .zst; folders of them; 'patterns*'; - for "
         "standard input; stdlib; or a set: tinyshakespeare, tinystories, fineweb:10BT, fineweb-edu:10BT (100BT, 350BT)",
     )
-    parser.add_argument("--out", metavar="DIR", help="folder to make; it may exist but must be empty")
-    parser.add_argument(
-        "--show", type=int, default=0, metavar="N",
-        help="of prompts with answers, print the first N as a model sees them: what is trained is in colour, or in brackets",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tokenizer", default="gpt2", metavar="NAME",
-        help="bytes, chars, bpe, gpt2, a folder with a tokenizer.json, such as Llama-3's, or a run (default: gpt2)",
-    )  # fmt: skip
-    parser.add_argument("--vocab", type=int, default=2048, metavar="N", help="ids of a bpe tokenizer (default: 2048)")
-    parser.add_argument("--field", metavar="NAME", help="of records: the field with the text (default: text)")
-    parser.add_argument(
-        "--separator", type=escaped, default="", metavar="TEXT",
-        help=r"of plain text: what stands between documents, such as '<|endoftext|>' or '\n\n' "
-        rf"(default: a file is a document); {ESCAPES}",
-    )  # fmt: skip
-    parser.add_argument("--keep-separator", action="store_true", help="leave the separator at each document's end")
-    parser.add_argument(
-        "--format",
-        metavar="NAME",
-        help="of standard input and of files whose names do not say: text, jsonl, json, csv, tsv or parquet (default: text)",
-    )
-    parser.add_argument(
-        "--val-fraction", type=float, metavar="F", help="last share of the characters, for validation (default: 0.1)"
-    )
-    parser.add_argument(
-        "--val-tokens", type=int, default=0, metavar="N", help="instead: the first N tokens are for validation, as in llm.c"
-    )
-    parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens in a shard (default: 100000000)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    add(parser, "--out DIR", "folder to make; it may exist but must be empty")
+    add(parser, "--show N",
+        "of prompts with answers, print the first N as a model sees them: what is trained is in colour, or in brackets",
+        0)  # fmt: skip
+    add(parser, "--tokenizer NAME",
+        "bytes, chars, bpe, gpt2, a folder with a tokenizer.json, such as Llama-3's, or a run (default: gpt2)",
+        "gpt2")  # fmt: skip
+    add(parser, "--vocab N", "ids of a bpe tokenizer (default: 2048)", 2048)
+    add(parser, "--field NAME", "of records: the field with the text (default: text)")
+    add(parser, "--separator TEXT",
+        r"of plain text: what stands between documents, such as '<|endoftext|>' or '\n\n' "
+        rf"(default: a file is a document); {ESCAPES}", "", type=escaped)  # fmt: skip
+    add(parser, "--keep-separator", "leave the separator at each document's end")
+    add(parser, "--format NAME",
+        "of standard input and files whose names do not say: text, jsonl, json, csv, tsv or parquet (default: text)")  # fmt: skip
+    add(parser, "--val-fraction F", "last share of the characters, for validation (default: 0.1)", type=float)
+    add(parser, "--val-tokens N", "instead: the first N tokens are for validation, as in llm.c", 0)
+    add(parser, "--shard-tokens N", "tokens in a shard (default: 100000000)", 100_000_000)
+    add(parser, "--json", "print one JSON object instead of lines")
 
 
 def run(args: argparse.Namespace) -> int:

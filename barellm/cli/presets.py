@@ -6,13 +6,14 @@ from dataclasses import fields
 from typing import Any
 
 from barellm import models
+from barellm.cli.parsing.options import add
 from barellm.config import Config, overrides
 from barellm.config.fields import entries
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("preset", nargs="?", metavar="NAME", help="the preset whose values are printed, as TOML")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add(parser, "--json", "print JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,21 +6,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from barellm.cli.options import Parser, add_configuration, add_device, add_stage, configuration
+from barellm.cli.parsing.options import Parser, add, add_configuration, add_device, add_stage, configuration
 from barellm.errors import UserError
 from barellm.program.ranks import Ranks
 
 
 def configure(parser: Parser) -> None:
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        help="folder for profile.json, timeline.json, profile.svg (default: runs/profile-PRESET-BATCHxSEQ-DTYPE)",
-    )
-    parser.add_argument("--json", action="store_true", help="print the content of profile.json instead of the table")
-    parser.add_argument(
-        "--ranks", type=int, metavar="N", help="profile the first of N processes of this machine that train together"
-    )
+    add(parser, "--out DIR", "folder for profile.json, timeline.json, profile.svg (default: runs/profile-PRESET-BATCHxSEQ-DTYPE)")
+    add(parser, "--json", "print the content of profile.json instead of the table")
+    add(parser, "--ranks N", "profile the first of N processes of this machine that train together", type=int)
     add_device(parser, "auto, cpu or cuda", "auto")
     add_stage(parser)
     add_configuration(parser)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from barellm.cli.options import add_device
+from barellm.cli.parsing.options import add, add_device
 from barellm.errors import UserError
 from barellm.program.quantization import quantize, scheme
 from barellm.training.console import Console, show
@@ -29,16 +29,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="a checkpoint's folder, or a run's, whose newest complete one is taken"
     )
-    parser.add_argument("--weights", required=True, metavar="FORMAT", help=FORMATS)
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the checkpoint, new or empty")
-    parser.add_argument(
-        "--data", metavar="SOURCE", help="a text, or shards, to calibrate with (default: what the run was trained on)"
-    )
-    parser.add_argument(
-        "--tokens", type=int, default=32768, metavar="N",
-        help="calibrate on about N tokens, evenly spread; 0: round to nearest (default: 32768)",
-    )  # fmt: skip
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="batch size (default: 8)")
+    add(parser, "--weights FORMAT", FORMATS, required=True)
+    add(parser, "--out DIR", "folder for the checkpoint, new or empty", required=True)
+    add(parser, "--data SOURCE", "a text, or shards, to calibrate with (default: what the run was trained on)")
+    add(parser, "--tokens N", "calibrate on about N tokens, evenly spread; 0: round to nearest (default: 32768)", 32768)
+    add(parser, "--batch N", "batch size (default: 8)", 8)
     add_device(parser, "cpu, cuda or reference")
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from barellm import models
+from barellm.cli.parsing.options import add
 from barellm.config import overrides
 from barellm.errors import UserError
 from barellm.training.console import duration, short, show
@@ -15,8 +16,8 @@ CHOSEN_BY_DATA = ("model.vocab_size", "model.padded_vocab", "model.separator", "
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="a folder of runs (default: runs)")
-    parser.add_argument("--sort", choices=("date", "loss"), default="date", help="the last first, or the best (default: date)")
-    parser.add_argument("--json", action="store_true", help="print a JSON object for each run")
+    add(parser, "--sort", "the last first, or the best (default: date)", "date", choices=("date", "loss"))
+    add(parser, "--json", "print a JSON object for each run")
 
 
 def run(args: argparse.Namespace) -> int:

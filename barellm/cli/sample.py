@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from barellm.cli import options
+from barellm.cli.parsing import options
 from barellm.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,32 +30,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
     text = {"type": options.escaped, "metavar": "TEXT"}
     parser.add_argument("--prompt", help=rf"what the text begins with (default: nothing); {options.ESCAPES}", **text)
-    parser.add_argument(
-        "--prompts", metavar="FILE", help='a file with a prompt a line, or of records with "prompt" (.jsonl, .json, .csv, .parquet)'
-    )
-    parser.add_argument("--special", action="store_true", help="prompts may have special tokens, as <|im_end|>")
-    parser.add_argument("--prompt-ids", metavar="IDS", help="ids that the text begins with: 1,29,3")
-    parser.add_argument("--interactive", action="store_true", help="read prompts from the terminal, one after another")
+    options.add(parser, "--prompts FILE",
+        'a file with a prompt a line, or of records with "prompt" (.jsonl, .json, .csv, .parquet)')  # fmt: skip
+    options.add(parser, "--special", "prompts may have special tokens, as <|im_end|>")
+    options.add(parser, "--prompt-ids IDS", "ids that the text begins with: 1,29,3")
+    options.add(parser, "--interactive", "read prompts from the terminal, one after another")
     options.add_context(parser)
     options.add_exact(parser)
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="samples of each prompt (default: 1)")
-    parser.add_argument("--batch", type=int, default=16, metavar="N", help="batch size of the generation, up to 64 (default: 16)")
-    parser.add_argument(
-        "-n", "--max-new-tokens", type=int, default=256, metavar="N",
-        help="most tokens that are generated for each text (default: 256)",
-    )  # fmt: skip
+    options.add(parser, "--samples N", "samples of each prompt (default: 1)", 1)
+    options.add(parser, "--batch N", "batch size of the generation, up to 64 (default: 16)", 16)
+    options.add(parser, "-n --max-new-tokens N", "most tokens that are generated for each text (default: 256)", 256)
     said = rf"end before this text; may be given several times; {options.ESCAPES}"
     parser.add_argument("--stop", action="append", default=[], help=said, **text)
     options.add_sampling(parser)
-    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="the same seed gives the same text (default: 1337)")
+    options.add(parser, "--seed N", "the same seed gives the same text (default: 1337)", 1337)
     options.add_device(parser, "auto, cpu, cuda or reference", "auto")
     options.add_dtype(parser)
     options.add_weights(parser)
     options.add_adapter(parser)
-    parser.add_argument(
-        "--measure", action="store_true", help="print tokens/s to stderr, and the roofline of this machine's memory bandwidth"
-    )
-    parser.add_argument("--json", action="store_true", help="print one line with a JSON object for each text")
+    options.add(parser, "--measure", "print tokens/s to stderr, and the roofline of this machine's memory bandwidth")
+    options.add(parser, "--json", "print one line with a JSON object for each text")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from barellm.cli import help, options
+from barellm.cli.parsing import help, options
 from barellm.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,17 +24,17 @@ LEAST = {"slots": 1, "queue": 1, "context": 0, "port": 0, "timeout": 1, "grace":
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", nargs="+")
-    parser.add_argument("--host", default=LOOPBACK[0], metavar="ADDRESS", help="address to listen at (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, metavar="N", help="port; 0 is a free one (default: 8000)")
+    options.add(parser, "--host ADDRESS", "address to listen at (default: 127.0.0.1)", LOOPBACK[0])
+    options.add(parser, "--port N", "port; 0 is a free one (default: 8000)", 8000)
     key = "a key that requests must bring, in a variable of the environment"
-    parser.add_argument("--api-key-env", metavar="NAME", help=key)
-    parser.add_argument("--api-key-file", metavar="FILE", help="such a key in the first line of a file")
+    options.add(parser, "--api-key-env NAME", key)
+    options.add(parser, "--api-key-file FILE", "such a key in the first line of a file")
     said = "the first RUN with an adapter (LoRA), under this name; may be given several times"
     parser.add_argument("--adapter", action="append", default=[], metavar="NAME=DIR", help=said)
-    parser.add_argument("--slots", type=int, default=16, metavar="N", help="texts that are computed together (default: 16)")
-    parser.add_argument("--queue", type=int, default=64, metavar="N", help="texts that may wait; more get 429 (default: 64)")
+    options.add(parser, "--slots N", "texts that are computed together (default: 16)", 16)
+    options.add(parser, "--queue N", "texts that may wait; more get 429 (default: 64)", 64)
     options.add_context(parser)
-    parser.add_argument("--runs", default="runs", metavar="DIR", help="runs whose curves the page shows (default: runs)")
+    options.add(parser, "--runs DIR", "runs whose curves the page shows (default: runs)", "runs")
     options.add_device(parser, "cpu or reference; GPUs do not serve yet")
     options.add_dtype(parser)
     options.add_weights(parser)

@@ -10,7 +10,7 @@ import time
 from contextlib import ExitStack, nullcontext, redirect_stdout
 
 from barellm import models
-from barellm.cli import help, options
+from barellm.cli.parsing import help, options
 from barellm.config import overrides
 from barellm.errors import UserError
 from barellm.program.ranks import Ranks
@@ -19,18 +19,14 @@ from barellm.training.console import Console
 
 def configure(parser: options.Parser) -> None:
     training, output = help.group(parser, "training"), help.group(parser, "output")
-    training.add_argument("--resume", action="store_true", help="resume the run in --out; from its newest complete checkpoint")
+    options.add(training, "--resume", "resume the run in --out; from its newest complete checkpoint")
     options.add_device(training, "auto, cpu, cuda or reference (NumPy, small models only)", "auto")
-    training.add_argument(
-        "--ranks", type=int, metavar="N", help="data-parallel training (ZeRO-1) with N processes; of this machine (docs/ranks.md)"
-    )
-    help.Rare(training).add_argument(
-        "--find-lr",
-        action="store_true",
-        help="learning rate range test: --steps steps (default: 200) of a growing rate until they diverge, and a suggestion",
-    )
-    output.add_argument("--out", metavar="DIR", help="output folder (default: runs/PRESET-DATE-TIME)")
-    output.add_argument("--json", action="store_true", help="print the rows of metrics.jsonl as they come; and nothing else")
+    options.add(training, "--ranks N",
+        "data-parallel training (ZeRO-1) with N processes; of this machine (docs/ranks.md)", type=int)  # fmt: skip
+    options.add(help.Rare(training), "--find-lr",
+        "learning rate range test: --steps steps (default: 200) of a growing rate until it diverges, and a suggestion")  # fmt: skip
+    options.add(output, "--out DIR", "output folder (default: runs/PRESET-DATE-TIME)")
+    options.add(output, "--json", "print the rows of metrics.jsonl as they come; and nothing else")
     live = "show the run in a browser; on this machine alone, at this port or any that is free (docs/live.md)"
     output.add_argument("--live", nargs="?", type=int, const=-1, metavar="PORT", help=live)
     options.add_configuration(parser, options.TRAINED)
@@ -60,7 +56,7 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
 
     from barellm.assembly.build import check_device, chosen_device
     from barellm.checkpoint import folder
-    from barellm.interop.sources import open_base
+    from barellm.interop.sources import starting_weights
     from barellm.serving import live
     from barellm.training import find_lr, resume, run
 
@@ -68,7 +64,7 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
     requested = options.CommandLine.of(args)
     name = requested.preset
     wanted = name or models.usual()
-    start = weights = None
+    start = None
     root = Path("runs")
     if args.find_lr and ranks.count > 1:
         raise UserError("--find-lr tests with one process: leave --ranks out")
@@ -81,16 +77,13 @@ def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: 
         if out is None:
             raise UserError(f"nothing to resume: no run of {wanted} in {root}/ has a checkpoint (or name it with --out)")
         config, changes, start = resume.resume_from(out, preset=name, requested=requested.changes, console=console)
-        if start is None:
-            config, weights = options.with_weights(config, overrides.flat(config))
-        elif config.adapter.active:
-            weights = open_base(start.meta, start.path)
+        keys = changes if start else overrides.flat(config)
     else:
         base = requested.base()
-        changes = requested.changes(base)
-        config, weights = options.with_weights(requested.changed(base), changes)
+        config, keys = requested.changed(base), (changes := requested.changes(base))
         label = f"{config.preset}-find-lr" if args.find_lr else config.preset
         out = Path(args.out) if args.out is not None else root / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
+    config, weights = starting_weights(config, keys, start)
     config.check()
     before = start.meta["machine"].get("device", "") if start else ""
     device = chosen_device(args.device, config, ranks=ranks.count, before=before)

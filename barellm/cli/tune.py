@@ -10,7 +10,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from barellm.cli.options import Parser, add_configuration, add_device, configuration
+from barellm.cli.parsing.options import Parser, add, add_configuration, add_device, configuration
 from barellm.errors import UserError
 from barellm.training.console import show
 
@@ -22,13 +22,9 @@ HEAD = f"{'kernel, and below it the configuration':<46}{'GFLOP/s':>9}{'gain':>9}
 
 
 def configure(parser: Parser) -> None:
-    parser.add_argument(
-        "--self-test",
-        action="store_true",
-        help="inject wrong, hanging and crashing candidates: status 0 if each is rejected for its reason",
-    )
-    parser.add_argument("--clear", action="store_true", help="forget everything that was tuned")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add(parser, "--self-test", "inject wrong, hanging and crashing candidates: status 0 if each is rejected for its reason")
+    add(parser, "--clear", "forget everything that was tuned")
+    add(parser, "--json", "print one JSON object")
     add_device(parser)
     add_configuration(parser)
 

@@ -5,9 +5,10 @@ only where a call touches bytes that a call since the last barrier has written, 
 
 import mmap
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -236,6 +237,15 @@ class CpuSession(arena.ArenaSession):
         self._starts = {
             name: partial(self.pool.run, *table, where.get(name, 0)) for name, table in self._tables.items() if table[1]
         }
+
+    def each_op(self, program: str) -> Iterator[tuple[Op, Callable[[], None]]]:
+        """The ops of a run that has begun (`runtime.op_check`), each with a function that runs its calls alone, and waits."""
+        records, first = self.records[program], 0
+        records[:, 2] = 1  # a barrier after each call, as a table must end with one
+        for op, calls in groupby(self.calls[program], key=lambda call: call.op):
+            count = len(list(calls))
+            yield op, partial(self.pool.run, records[first:].ctypes.data, count)
+            first += count
 
     def close(self) -> None:
         """Stop the threads. The arena stays readable."""

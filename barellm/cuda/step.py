@@ -10,7 +10,7 @@ the tables (kernel.Table). A call is a launch, a library's GEMM or a collective;
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -157,6 +157,8 @@ class StagingBuffer:
 
 class CudaSession(ArenaSession):
     """Programs over one arena on a GPU, compiled and ready. A `runtime.session.Session`."""
+
+    tells_launches = False  # whether `each_op` prints them
 
     def __init__(
         self, programs: dict[str, Program], *, device: driver.Device | None = None, built: LoweredPrograms | None = None,
@@ -344,6 +346,22 @@ class CudaSession(ArenaSession):
             launch.run(self.stream)
             if driver.blocking():
                 self.context.synchronize()
+
+    def each_op(self, program: str) -> Iterator[tuple[Op, Callable[[], None]]]:
+        """The ops of a run that begins (`runtime.op_check`), each with a function that launches its calls alone, and waits."""
+        self._send_inputs(program)
+        run, low = self._run(program), self.lowered[program]
+
+        def launch(op: Op) -> None:
+            for call in low.of[op].launches:
+                bound = self._bind(call, run)
+                driver.note_launch(bound)
+                if self.tells_launches:
+                    print(f"{op.name}: {bound}", flush=True)
+                bound.run(self.stream)
+                self.synchronize()
+
+        return ((op, partial(launch, op)) for op in low.ops)
 
     def _send_inputs(self, program: str) -> None:
         """Start the copies of the scalars and of the inputs, as long as they are in this run, from the staging buffer."""

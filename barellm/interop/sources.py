@@ -69,6 +69,14 @@ def begin_from(config: Config, changes: Mapping[str, Any]) -> tuple[Config, Weig
     return weights.configured(config, changes), weights
 
 
+def starting_weights(config: Config, changes: Mapping[str, Any], start: Any = None) -> tuple[Config, Weights | None]:
+    """`config` with the sizes of the weights that a run needs besides its checkpoint, and those: what a new run begins with, or
+    what the checkpoint `start` (`training.resume.Start`) was trained on top of. `changes`: what the user asked for."""
+    if start is None:
+        return begin_from(config, changes) if config.train.init_from else (config, None)
+    return config, open_base(start.meta, start.path) if config.adapter.active else None
+
+
 def with_adapter(weights: Weights, path: str | Path) -> Weights:
     """Weights with the adapter of a run or of PEFT that was trained on top of them; as they are where `path` is empty."""
     return adapters.merged(weights, adapters.open_adapter(Path(path), weights)) if path else weights

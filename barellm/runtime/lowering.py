@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from os import environ
 from typing import Any, Generic, Protocol, TypeVar
 
 from barellm.program import dtypes, grouping, planner
@@ -9,6 +10,8 @@ from barellm.program.builder import Program, Store
 from barellm.program.fusion import Fusion, fuse
 from barellm.program.ops.base import Op, Span, Tensor
 from barellm.runtime.registry import Registry
+
+SWITCH = "BARELLM_FUSION"  # 0: each op is a kernel of its own, so that other intermediate results are rounded
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ class LoweredProgram(Generic[L]):
         self, program: Program, *, table: Iterable[Fusion], registry: Registry[L], lowering: Callable[[Op], L],
         groups: Mapping[str, grouping.Alike] | None = None,
     ) -> None:  # fmt: skip
-        self.ops = grouping.group(fuse(program.ops, list(table), takes=registry.fuses), groups or {})
+        rows = [] if environ.get(SWITCH) == "0" else list(table)
+        self.ops = grouping.group(fuse(program.ops, rows, takes=registry.fuses), groups or {})
         self.of: dict[Op, L] = {}
         for op in self.ops:
             self.of[op] = c = lowering(op)

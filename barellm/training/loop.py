@@ -75,7 +75,7 @@ class Loop:
     tracking: trackers.Tracking
     meta: dict[str, Any]  # what a checkpoint's meta.json says besides the progress
     ranks: Ranks
-    samples: Callable[[int], list[str]]  # step -> texts; empty when stopped
+    samples: Callable[[int], list[str]] = lambda step: []  # step -> texts; empty when stopped
     hellaswag: Callable[[], hellaswag.Result | None] | None = None
     flops_per_step: int = 0
     peak: float = 0.0  # FLOP/s; 0: not measured
@@ -140,6 +140,12 @@ class Loop:
         """Whether the loss and the norm of the run's last step were finite: no checkpoint may go for one that may be bad."""
         rows = [row for row in self.metrics.rows if row["kind"] == "train"]
         return bool(rows) and None not in (rows[-1].get("loss"), rows[-1].get("grad_norm"))
+
+    def replay(self, step: int) -> None:
+        """Only the steps up to this one: nothing is evaluated, sampled or saved between them. `progress.total` is known."""
+        self.training_schedule.on_step(self.session, self.progress.step, self.progress.total)
+        while self.progress.step < step:
+            self._step()
 
     # --- one step ---
 

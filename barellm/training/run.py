@@ -105,27 +105,11 @@ class Run(Inputs):
         """Train with everything opened (metrics, trackers, savers); all is closed in reverse order at the end."""
         output = (Silent if self.ranks.rank else Output)(self, folder.path, compiled)
         progress = self._begin(folder, compiled)
-        log = output.metrics(progress.step)
         self._print_intentions(compiled, progress)
         decoder = open_decoder(compiled.session, self.config.model, self.data.tokenizer, positions=self.positions)
         with ExitStack() as last, ExitStack() as files:
-            files.enter_context(closing(log))
-            watch = None
-            if every := self.config.train.exponent_stats:
-                watch = files.enter_context(
-                    closing(exponent_stats.ExponentStats(exponent_stats.file_of(folder.path), compiled, every=every))
-                )
-            tracking = files.enter_context(closing(output.tracking(progress.step)))
-            saving = files.enter_context(closing(self._saving(folder, compiled, stop)))
-            loop = Loop(
-                config=self.config, session=compiled.session, batches=self.batches, training_schedule=self.training_schedule,
-                batch_rampup=self.batch_rampup, spikes=self._spikes(), evaluator=self.evaluator,
-                final_targets=self.final_evaluator.windows.targets, metrics=log, watch=watch, console=self.console, stop=stop,
-                saving=saving, tracking=tracking, meta=self.meta(compiled), ranks=self.ranks,
-                samples=lambda step: output.samples(decoder, stop, count=1, tokens=SAMPLE_TOKENS, seed=step),
-                hellaswag=output.hellaswag(stop), flops_per_step=compiled.flops_per_step, peak=compiled.peak().value,
-                progress=progress, started=self.started, listen=self.listen,
-            )  # fmt: skip
+            loop = self._loop(folder, compiled, progress, files, output=output, stop=stop)
+            loop.samples = lambda step: output.samples(decoder, stop, count=1, tokens=SAMPLE_TOKENS, seed=step)
             # It covers the closing of the files and trackers too, of which one may hang.
             last.enter_context(SignalGracePeriod(self.config.train.signal_grace_period, loop=loop, stop=stop, console=self.console))
             if loop.run() and self._finish(output, compiled, loop, decoder, stop):
@@ -136,6 +120,26 @@ class Run(Inputs):
             again = "the same command" if as_before else f"barellm train --out {run_arg} --resume"
             self.console.line(f"stopped after step {loop.progress.step}; resume with: {again}")
             return stop.status
+
+    def _loop(
+        self, folder: RunFolder, compiled: CompiledModel, progress: Progress, files: ExitStack, *, output: Output, stop: Stopping
+    ) -> Loop:  # fmt: skip
+        """The loop from `progress` on. `files` closes what it writes to."""
+        log = files.enter_context(closing(output.metrics(progress.step)))
+        watch = None
+        if every := self.config.train.exponent_stats:
+            file = exponent_stats.file_of(folder.path)
+            watch = files.enter_context(closing(exponent_stats.ExponentStats(file, compiled, every=every)))
+        tracking = files.enter_context(closing(output.tracking(progress.step)))
+        saving = files.enter_context(closing(self._saving(folder, compiled, stop)))
+        return Loop(
+            config=self.config, session=compiled.session, batches=self.batches, training_schedule=self.training_schedule,
+            batch_rampup=self.batch_rampup, spikes=self._spikes(), evaluator=self.evaluator,
+            final_targets=self.final_evaluator.windows.targets, metrics=log, watch=watch, console=self.console, stop=stop,
+            saving=saving, tracking=tracking, meta=self.meta(compiled), ranks=self.ranks, hellaswag=output.hellaswag(stop),
+            flops_per_step=compiled.flops_per_step, peak=compiled.peak().value, progress=progress, started=self.started,
+            listen=self.listen,
+        )  # fmt: skip
 
     def _spikes(self) -> Spikes:
         optim = self.config.optim

@@ -67,8 +67,9 @@ def main() -> int:
         return 0
     if args.ship:
         from barellm.cuda import tuning
+        from benchmarks.gpu_check.ship import ship
 
-        count = tuning.ship(json.loads(Path(args.ship).read_text())["entries"])
+        count = ship(json.loads(Path(args.ship).read_text())["entries"])
         print(f"{count} entries new or other in {tuning.SHIPPED.name}")
         return 0
     if args.summary:

@@ -14,7 +14,7 @@ import pytest
 from barellm.assembly.build import build_programs, resolved
 from barellm.assembly.programs import build
 from barellm.cli import bench, main
-from barellm.cli.options import Parser, configuration
+from barellm.cli.parsing.options import Parser, configuration
 from barellm.config.overrides import changed
 from barellm.cpu import isa
 from barellm.errors import UserError

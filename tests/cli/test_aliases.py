@@ -13,7 +13,7 @@ import pytest
 import barellm
 from barellm import models
 from barellm.cli.main import COMMANDS, main, parsed
-from barellm.cli.options import configuration
+from barellm.cli.parsing.options import configuration
 from barellm.config import aliases, overrides
 from barellm.errors import UserError
 

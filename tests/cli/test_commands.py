@@ -19,7 +19,7 @@ from barellm.assembly.build import open_model
 from barellm.checkpoint import checkpoint
 from barellm.cli import checkpoints
 from barellm.cli.main import main
-from barellm.cli.options import for_terminal
+from barellm.cli.parsing.options import for_terminal
 from barellm.config import Config
 from barellm.cpu.backend import machine_of
 from barellm.generation import decode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from barellm.cli.options import Parser, add_configuration, configuration
+from barellm.cli.parsing.options import Parser, add_configuration, configuration
 from barellm.config import Config, overrides
 from barellm.errors import UserError
 from barellm.models import preset, presets

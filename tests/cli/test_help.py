@@ -11,7 +11,7 @@ import pytest
 
 from barellm import models
 from barellm.cli.main import COMMANDS, help_text, main, parsed
-from barellm.cli.options import configuration
+from barellm.cli.parsing.options import configuration
 from barellm.cli.presets import facts, toml
 from barellm.config import overrides
 

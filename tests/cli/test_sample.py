@@ -11,7 +11,7 @@ import pytest
 
 from barellm.cli import sample
 from barellm.cli.main import main
-from barellm.cli.options import escaped
+from barellm.cli.parsing.options import escaped
 from barellm.interop.sources import open_weights
 
 COLD = ("--device", "reference", "--max-new-tokens", "12", "--temperature", "1")

@@ -21,6 +21,7 @@ from barellm.runtime.tuner.database import Database
 from barellm.runtime.tuner.decision import Verdict
 from barellm.runtime.tuner.harness import Wrong
 from barellm.runtime.tuner.problem import Candidate
+from benchmarks.gpu_check.ship import ship
 from tests.profiling.conftest import SMALL, small
 from tests.simulators.mock import Gpu
 
@@ -152,7 +153,7 @@ def test_what_was_measured_on_a_card_is_shipped_for_that_card(tmp_path, monkeypa
     assert key_of(at) == GELU
     path = tmp_path / "shipped.json"
     path.write_text('{"entries": {}}')
-    assert tuning.ship(tuning.database().entries, path) == 1 and tuning.ship(tuning.database().entries, path) == 0
+    assert ship(tuning.database().entries, path) == 1 and ship(tuning.database().entries, path) == 0
     monkeypatch.setattr(tuning, "shipped", lambda: json.loads(path.read_text())["entries"])
     monkeypatch.setenv("BARELLM_CACHE", str(tmp_path / "another user's"))
     Database.opened.cache_clear()

@@ -13,7 +13,7 @@ import pytest
 import xxhash
 
 from barellm.cli import prepare as command
-from barellm.cli.options import Parser
+from barellm.cli.parsing.options import Parser
 from barellm.config import DataConfig
 from barellm.data.shards import open_shard
 from barellm.data.sources import prepare

@@ -11,10 +11,10 @@ from barellm.config.overrides import changed
 from barellm.errors import UserError
 from barellm.models import preset
 from barellm.models.training_schedule import only_stage, runs_per_step
-from barellm.tools.plan.roofline import step_bound
 from barellm.tools.profile import profile
 from barellm.tools.profile.step import measure, opened
 from barellm.training.training_schedule import training_schedule
+from benchmarks.roofline import step_bound
 from tests.profiling.conftest import CEILING, made_up, small
 
 STAGES = "share=1/2 seq=16 windows=1,2 mtp=1,0.5; share=1/2 seq=32 windows=1,3 lr=2; seq=32 windows=1,4"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from barellm.cli.main import main, parsed
-from barellm.cli.options import configuration
+from barellm.cli.parsing.options import configuration
 from barellm.training import find_lr
 from barellm.training.console import Console
 

@@ -15,7 +15,7 @@ from barellm.assembly.build import open_model
 from barellm.assembly.programs import build
 from barellm.checkpoint import checkpoint
 from barellm.cli.main import main, parsed
-from barellm.cli.options import configuration
+from barellm.cli.parsing.options import configuration
 from barellm.config import OptimConfig, overrides
 from barellm.cpu.step import CpuSession
 from barellm.errors import UserError

@@ -1,12 +1,11 @@
 """The roofline of an op: the least time it takes at the measured rates of this machine. An estimate: tensors in caches may move
 faster than memory bandwidth, and rates measured under load are too low."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Protocol
 
-from barellm.program.builder import Program
 from barellm.program.dtypes import LARGEST
 from barellm.program.ops.base import Op, Tensor
 from barellm.runtime import rates
@@ -145,14 +144,6 @@ def dtype_of_products(op: Op) -> str:
     if op.product and any(t.dtype in LARGEST for t in operands):
         return "fp8"
     return next((t.dtype for t in operands if t.dtype in HALVES), "fp32") if op.product else "fp32"
-
-
-def step_bound(programs: Mapping[str, Program], dtype: str, ceiling: Ceiling, shares: Mapping[str, float] | None = None) -> float:
-    """The roofline of a step in seconds: model FLOPs at the peak of `dtype`, and what the optimizers do with each parameter.
-    `shares`: how often a program runs in a step, where it is not the program "optimizer_step" once."""
-    ends = {name: share for name, share in (shares or {"optimizer_step": 1.0}).items() if name != "forward_backward"}
-    update = sum(share * ceiling.seconds(op) for name, share in ends.items() for op in programs[name].ops if op.update)
-    return programs["forward_backward"].flops / ceiling.peak(dtype) + update
 
 
 @cache

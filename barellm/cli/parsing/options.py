@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from barellm import models
-from barellm.cli import help
+from barellm.cli.parsing import help
 from barellm.config import Config, aliases, overrides
 from barellm.errors import UserError, nearest, visible
 
 if TYPE_CHECKING:
-    from barellm.checkpoint.weights import Weights
     from barellm.data.tokenizers import Tokenizer
     from barellm.generation.samplers import Sampling
 
@@ -91,6 +90,19 @@ class Parser(argparse.ArgumentParser):
         return [f"--{word[5:]}", "false"]
 
 
+def add(parser: Any, words: str, text: str, default: Any = None, **more: Any) -> None:
+    """Add an option: its names and the metavar of its value, as in "-n --max-new-tokens N", its help and its default, of whose type
+    a number is. A name without a metavar, or `choices`, is a switch. `parser`: a parser, a group of one, or `help.Rare`."""
+    *names, last = words.split()
+    value = {} if last.startswith("-") else {"metavar": last}
+    if value or "choices" in more:
+        kind = {"type": type(default)} if isinstance(default, int | float) else {}
+        more = value | kind | {"default": default} | more
+    else:
+        more = {"action": "store_true"} | more
+    parser.add_argument(*names, *([] if value else [last]), help=text, **more)
+
+
 def integer(text: str) -> int:
     """An integer of a command line, also as 1e4. ValueError for what is none."""
     try:
@@ -147,9 +159,7 @@ def add_configuration(parser: Parser, common: str = STEP) -> None:
     chosen.add_argument(
         "preset", nargs="?", metavar="PRESET", help=f"name of a preset (default: {models.usual()}); barellm presets lists them"
     )
-    chosen.add_argument(
-        "--config", metavar="FILE", help="TOML file, or a run's config.json; with preset, [model], [optim], [data], [train]"
-    )
+    add(chosen, "--config FILE", "TOML file, or a run's config.json; with preset, [model], [optim], [data], [train]")
     for key, owners in overrides.every_key().items():
         entry, section = known.get(key), key.partition(".")[0]
         title = "output" if OUTPUT.match(key) else {"optim": "optimizer", "train": "training"}.get(section, section)
@@ -175,7 +185,7 @@ def dtype(text: str) -> str:
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", type=dtype, metavar="STR", help="fp32, bf16 or auto (default: what it was trained in)")
+    add(parser, "--dtype STR", "fp32, bf16 or auto (default: what it was trained in)", type=dtype)
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -210,12 +220,12 @@ def add_context(parser: argparse.ArgumentParser) -> None:
     """--context of commands that read texts with a checkpoint."""
     usual = f"(default: the smaller of the model's and {DEFAULT_CONTEXT})"
     said = f"context length: tokens that the model sees of a text, which memory is for; at most the model's {usual}"
-    parser.add_argument("--context", type=int, default=0, metavar="N", help=said)
+    add(parser, "--context N", said, 0)
 
 
 def add_exact(parser: argparse.ArgumentParser) -> None:
     said = "a token has the same bits in a prompt and as it is generated (on a CPU; slower: docs/generation.md)"
-    help.Rare(parser).add_argument("--exact", action="store_true", help=said)
+    add(help.Rare(parser), "--exact", said)
 
 
 def context_of(wanted: int, most: int) -> int:
@@ -227,29 +237,26 @@ def context_of(wanted: int, most: int) -> int:
 
 def add_weights(parser: argparse.ArgumentParser) -> None:
     """--weights of commands that read a checkpoint and do not train it."""
-    parser.add_argument(
-        "--weights",
-        metavar="FORMAT",
-        help="weight quantization: int8, int4 or nf4; int4/128 sets the group size (default: none, as --dtype)",
-    )
+    add(parser, "--weights FORMAT",
+        "weight quantization: int8, int4 or nf4; int4/128 sets the group size (default: none, as --dtype)")  # fmt: skip
 
 
 def add_adapter(parser: argparse.ArgumentParser) -> None:
     """--adapter of commands that read a checkpoint and do not train it."""
     said = "an adapter (LoRA) of this model: a run that trained one, or a folder of PEFT's"
-    help.Rare(parser).add_argument("--adapter", default="", metavar="DIR", help=said)
+    add(help.Rare(parser), "--adapter DIR", said, "")
 
 
 def add_device(parser: argparse._ActionsContainer, what: str = "cpu or cuda", default: str = "cpu") -> None:
     auto = "; auto: a GPU that has passed its self-check, else the CPU" if default == "auto" else ""
-    parser.add_argument("--device", default=default, metavar="NAME", help=f"{what}{auto} (default: {default})")
+    add(parser, "--device NAME", f"{what}{auto} (default: {default})", default)
 
 
 MEASURED_STAGE = "the training stage that is measured, of a model whose runs have stages (default: 1)"
 
 
 def add_stage(parser: argparse.ArgumentParser, what: str = MEASURED_STAGE) -> None:
-    help.Rare(parser).add_argument("--stage", type=int, metavar="N", help=what)
+    add(help.Rare(parser), "--stage N", what, type=int)
 
 
 RATES = (overrides.MUON_LR, overrides.MUON_LR_RATIO)
@@ -302,13 +309,6 @@ def configuration(args: argparse.Namespace) -> Config:
     """The resolved configuration of a command line that has `add_configuration`'s options."""
     requested = CommandLine.of(args)
     base = requested.base()
-    return with_weights(requested.changed(base), requested.changes(base))[0]
+    from barellm.interop.sources import starting_weights
 
-
-def with_weights(config: Config, changes: Mapping[str, object]) -> tuple[Config, Weights | None]:
-    """`config` with the sizes of the weights that it says to begin with, and those. `changes`: what the user asked for."""
-    if not config.train.init_from:
-        return config, None
-    from barellm.interop.sources import begin_from
-
-    return begin_from(config, changes)
+    return starting_weights(requested.changed(base), requested.changes(base))[0]
