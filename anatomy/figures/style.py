@@ -53,8 +53,12 @@ class Drawing:
 PATCH = r' *<g id="patch_\d+">\n *<path d="([^"]*)"( clip-path="[^"]*")?( style="[^"]*")/>\n *</g>\n'
 
 
+def rounded(text: str) -> str:
+    return re.sub(r"-?\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), text)
+
+
 def shrunk(svg: str) -> str:
-    """Less text for the same picture: rectangles of one style that follow each other become one path, numbers have two digits."""
+    """Less text for the same picture: rectangles of one style that follow each other become one path, places have two digits."""
 
     def joined(run: re.Match[str]) -> str:
         made, last = [], None
@@ -68,7 +72,7 @@ def shrunk(svg: str) -> str:
         return "".join(f'<path d="{" ".join(d)}"{clip}{style}/>\n' for d, clip, style in made)
 
     svg = re.sub(f"(?:{PATCH})+", joined, svg)
-    svg = re.sub(r"-?\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), svg)
+    svg = re.sub(r'\bd="[^"]*"|translate\([^)]*\)', lambda m: rounded(m[0]), svg)  # and not what scales letters
     return "\n".join(line.strip() for line in svg.splitlines()) + "\n"
 
 

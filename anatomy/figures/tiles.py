@@ -158,26 +158,25 @@ def warp_tile(s: Sheet) -> None:
     )
 
 
-@figure("Blocking on a CPU: each loop has its cache", height=345)
+@figure("Blocking on a CPU: a tile, a panel, a block", height=300)
 def cpu_blocking(s: Sheet) -> None:
     isa, n, k, m = X86["avx2"], 3072, 768, 1024
     made = gemm_config.default(isa, "forward", "fp32", n, k, m)
     mr, nr, kc = made.tile.mr, made.tile.nr(isa), made.kc or gemm_config.default_kc(isa, k, 4)
     rows = [
-        ("registers", f"tile of {mr} x {nr} sums", mr * nr * 4, VIOLET),
-        ("L1", f"one panel of B, KC x NR = {kc} x {nr}", kc * nr * 4, MINT),
-        ("L2", f"rows of A of a block, MC x KC = {made.mc} x {kc}", made.mc * kc * 4, SKY),
+        ("tile of C", f"MR x NR = {mr} x {nr}", mr * nr * 4, "registers", VIOLET),
+        ("rows of A of a tile", f"MR x KC = {mr} x {kc}", mr * kc * 4, "passes once for each tile", SKY),
+        ("panel of B", f"KC x NR = {kc} x {nr}", kc * nr * 4, "is used by all tiles of a block", MINT),
+        ("block of A", f"MC x KC = {made.mc} x {kc}", made.mc * kc * 4, "is used by all panels", SAND),
     ]
-    for i, (where, what, nbytes, colour) in enumerate(rows):
-        y = 66 + 54 * i
-        s.rect(20, y, 110, 42, colour, where, edge=LINE, weight="bold")
-        s.text(150, y + 21, what)
-        s.text(600, y + 21, f"{nbytes / 1024:.1f} KiB", weight="bold")
+    for i, (what, shape, nbytes, use, colour) in enumerate(rows):
+        y = 58 + 44 * i
+        s.rect(20, y, 150, 36, colour, what, edge=LINE, weight="bold")
+        s.text(190, y + 18, shape)
+        s.text(420, y + 18, f"{nbytes / 1024:,.1f} KiB", ha="right", weight="bold")
+        s.text(450, y + 18, use, colour=SOFT)
     s.note(
-        238,
-        f"The blocking that the shipped kernel chooses for fp32 on AVX2, {m} rows, {n} columns and a depth of {k}: its own "
-        f"function\n"
-        f"gemm_config.default. From the outside: work items of MC = {made.mc} rows and {made.nc} columns; blocks of KC of the "
-        f"depth;\n"
-        f"panels of NR columns; tiles of MR rows. MC x KC is what passes through L2 while one panel stays in L1.",
+        246,
+        f"What the shipped kernel chooses for fp32 on AVX2 by its own function gemm_config.default: {m} rows, {n} columns, a\n"
+        f"depth of {k}. Panels are packed one after the other; tiles of MR rows walk down the block of A.",
     )

@@ -98,9 +98,7 @@ def test_swizzles_are_those_of_the_simulator_of_ptx(width):
 @pytest.mark.parametrize("name", listings.LISTINGS)
 def test_a_listing_explains_every_instruction(name):
     rows = listings.LISTINGS[name]()
-    assert all(
-        (len(words) > 8 and words[0].isupper() and words.endswith((".", "?"))) or words.startswith("k ") for _, words in rows
-    )
+    assert all(len(words) >= 6 and words.endswith((".", "?")) for _, words in rows)
     table = listings.table(name)
     assert table.count("\n") == len(rows) + 1
 
