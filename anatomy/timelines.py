@@ -32,7 +32,7 @@ from barellm.models import preset
 from barellm.program.ranks import Ranks
 from barellm.runtime.ranks import ALONE, first
 from barellm.tools.profile import timeline, trace
-from barellm.tools.profile.step import StepBench, opened
+from barellm.tools.profile.step import Sample, StepBench, opened
 
 FOLDER = Path(__file__).parents[1] / "docs" / "book" / "traces"
 MODEL = {
@@ -81,9 +81,9 @@ def together(bench: StepBench, ranks: Ranks) -> None:
     """Ranks begin each step at the same time, so that what one waits for happens in the step that is drawn."""
     step = bench.step
 
-    def begun(*args: Any) -> Any:
+    def begun(wrap: Callable[[], Any] | None = None, run: Callable[..., Any] | None = None) -> Sample:
         ranks.barrier()
-        return step(*args)
+        return step(wrap, run)
 
     if ranks.count > 1:
         bench.step = begun
