@@ -1,6 +1,7 @@
-"""Writes what docs/anatomy.md takes from measurements and from the rungs' files, and draws its pictures: `python -m anatomy.page`.
+"""Writes what docs/anatomy.md and docs/book take from measurements, files and compilers, and draws their pictures:
+`python -m anatomy.page`, or only the figures that are named: `python -m anatomy.page swizzle banks`.
 
-Parts of the page stand between lines <!-- name --> and <!-- /name -->. Measurements are those of benchmarks/results/anatomy-*.json.
+Parts of a page stand between lines <!-- name --> and <!-- /name -->. Measurements are those of benchmarks/results/anatomy-*.json.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from anatomy import cpu, draw, draw_models, gpu
+from anatomy import cpu, draw, exercises, gpu, listings
+from anatomy.figures import FIGURES
 from anatomy.gpu_rung import GPU_RUNGS
 from anatomy.rung import RUNGS
 from barellm.errors import UserError
@@ -21,6 +23,8 @@ assert cpu and gpu
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "anatomy.md"
 PICTURES = ROOT / "docs" / "img"
+BOOK = ROOT / "docs" / "book"
+FIGURES_OF_BOOK = BOOK / "img"
 RESULTS = ROOT / "benchmarks" / "results"
 PART = re.compile(r"<!-- ([a-z]+(?: \w+)*) -->\n(.*?)<!-- /\1 -->", re.S)
 
@@ -54,7 +58,7 @@ def machine_line(name: str) -> str:
     words = ", ".join(f"{rate:.0f} GFLOP/s on {n} thread{'s' * (n > 1)}" for n, rate in sorted(peaks.items()))
     where = f"{m['processor']}, {m['isa']}, {m['threads']} threads"
     what = f"fp32, {found['size']} rows, columns and depth, medians of {found['rounds']} rounds"
-    return f"Measured on {where}: {what}. The peak is {words}. ([every sample](../benchmarks/results/{name}.json))"
+    return f"Measured on {where}: {what}. The peak is {words}. ([every sample]({{up}}../benchmarks/results/{name}.json))"
 
 
 def levels_table(name: str) -> str:
@@ -97,32 +101,47 @@ def part(name: str) -> str:
     word, *more = name.split()
     if word in ("cpu", "gpu") and more:
         return rung_text(word, more[0])
+    if word == "evidence":
+        return listings.evidence_table()
+    if word in ("listing", "exercises"):
+        return (listings.table if word == "listing" else exercises.part)(more[0])
     made = {"table": cpu_table, "machine": machine_line, "levels": levels_table, "compiled": gpu_table}
     return made[word]("-".join(["anatomy", *more]))
 
 
-def filled(text: str) -> str:
-    """The page with its parts as they should be."""
-    return PART.sub(lambda m: f"<!-- {m[1]} -->\n{part(m[1])}\n<!-- /{m[1]} -->", text)
+def filled(page: Path) -> str:
+    """The page with its parts as they should be. `{up}` in a link: from the page's folder to docs/."""
+    up = "../" * (len(page.relative_to(ROOT / "docs").parts) - 1)
+
+    def made(m: re.Match[str]) -> str:
+        return f"<!-- {m[1]} -->\n{part(m[1]).replace('{up}', up)}\n<!-- /{m[1]} -->"
+
+    return PART.sub(made, page.read_text())
 
 
-def pictures(folder: Path) -> None:
-    found = result("anatomy-1000")
-    draw.staircase(found, folder / "anatomy-staircase.svg")
-    draw.hierarchy(found, folder / "anatomy-memory.svg")
-    draw_models.tiles(folder / "anatomy-tiles.svg")
-    draw_models.swizzle(folder / "anatomy-swizzle.svg")
-    draw_models.quantisation(folder / "anatomy-quantisation.svg")
+def pages() -> list[Path]:
+    return [PAGE, *sorted(BOOK.glob("*.md"))]
 
 
-def main() -> int:
+def main(words: list[str]) -> int:
     try:
-        PAGE.write_text(filled(PAGE.read_text()))
-        pictures(PICTURES)
+        for name in words:
+            if name not in FIGURES:
+                raise UserError(f"{name!r} is no figure, expected some of {', '.join(FIGURES)}")
+        for name in words or FIGURES:
+            (FIGURES_OF_BOOK / f"{name}.svg").write_text(FIGURES[name].svg())
+        if not words:
+            draw.staircase(result("anatomy-1000"), PICTURES / "anatomy-staircase.svg")
+            for page in pages():
+                page.write_text(filled(page))
     except FileNotFoundError as error:
-        raise UserError(f"{error.filename} is not there: python -m anatomy writes results") from None
+        print(f"anatomy.page: error: {error.filename} is not there: python -m anatomy writes results", file=sys.stderr)
+        return 2
+    except UserError as error:
+        print(f"anatomy.page: error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

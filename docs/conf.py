@@ -10,7 +10,7 @@ project, author = "barellm", "barellm contributors"
 version = release = barellm.__version__
 extensions = ["myst_parser", "source_pages"]
 # Sources begin at the root of the repository, so that links between README.md, docs/ and the code are those of a checkout.
-include_patterns = ["*.md", "docs/*.md", "docs/decisions/*.md"]
+include_patterns = ["*.md", "docs/*.md", "docs/book/*.md", "docs/decisions/*.md"]
 exclude_patterns = [".*", "runs", "build", "dist"]
 root_doc = "docs/index"
 html_theme, html_title, html_show_copyright, html_copy_source = "furo", "barellm", False, False
