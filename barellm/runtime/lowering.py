@@ -11,8 +11,6 @@ from barellm.program.fusion import Fusion, fuse
 from barellm.program.ops.base import Op, Span, Tensor
 from barellm.runtime.registry import Registry
 
-SWITCH = "BARELLM_FUSION"  # 0: each op is a kernel of its own, so that other intermediate results are rounded
-
 
 @dataclass(frozen=True)
 class Region:
@@ -88,7 +86,8 @@ class LoweredProgram(Generic[L]):
         self, program: Program, *, table: Iterable[Fusion], registry: Registry[L], lowering: Callable[[Op], L],
         groups: Mapping[str, grouping.Alike] | None = None,
     ) -> None:  # fmt: skip
-        rows = [] if environ.get(SWITCH) == "0" else list(table)
+        # BARELLM_FUSION=0: each op is a kernel of its own, so that other intermediate results are rounded
+        rows = [] if environ.get("BARELLM_FUSION") == "0" else list(table)
         self.ops = grouping.group(fuse(program.ops, rows, takes=registry.fuses), groups or {})
         self.of: dict[Op, L] = {}
         for op in self.ops:
