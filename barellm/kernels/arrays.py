@@ -4,8 +4,6 @@ A legend such as `"... K"` names the axes of an argument. `...` stands for any n
 letter is a size, the same wherever it stands in the arguments of a call; a number is itself. Axes in parentheses, as in
 `"B T (H D)"`, are one axis of the tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from ctypes import c_int64
 from math import prod

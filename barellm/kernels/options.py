@@ -1,7 +1,5 @@
 """Checks of the options of array functions, before anything is compiled. Nothing heavy is imported here."""
 
-from __future__ import annotations
-
 from math import isfinite
 from operator import index
 from typing import Any

@@ -4,8 +4,6 @@ by the others; a parameter's first writer is "start": it stores on the first mic
 gradient merely passes through (`alias`). The gradient of a view is the same columns of its base's gradient. Nothing is zeroed
 first, except columns that no view writes, once the whole gradient is read."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field

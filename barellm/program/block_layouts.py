@@ -3,8 +3,6 @@
 Morton order interleaves the bits of row and column. Blocks that follow one another in it are near one another in both senses, so
 what one of them reads of x and y is still in the caches for the next."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass

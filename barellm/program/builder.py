@@ -1,7 +1,5 @@
 """Program: the list of ops, and the methods that a model calls. Each call appends; nothing runs."""
 
-from __future__ import annotations
-
 from barellm.program.backward import backward
 from barellm.program.graph import Store
 from barellm.program.ops import convolution, cross_entropy, documents, embedding, pooling, softcap

@@ -11,8 +11,6 @@ GEMMs read, then what makes the fp32 master weight of it, one after the other in
 each 128 in turn the first 64 lie in the lower nibbles of 64 bytes, and the others in the upper ones (`program.quantization`).
 "e4m3" and "e5m2" are FP8 (Micikevicius et al. 2022): conversion saturates, and e4m3 has no infinity."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Saturation and underflow of a tensor in a format, by the histogram of its exponents (`program.ops.exponent_stats`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import log2, sqrt
 

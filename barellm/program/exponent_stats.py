@@ -3,8 +3,6 @@
 Activations and their gradients are in memory for a part of the step only. So the `exponent_stats` ops are put into a program right
 behind those that write what they read. They all write columns of two tensors that stay in the arena."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ An optimizer step reads each gradient twice: for the norm, and to change the wei
 stores a gradient adds up the squares of what it stores. A step may have several micro-batches: each of them overwrites the sums,
 and those of the last one are those of the gradient that the optimizer step finds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from copy import copy
 

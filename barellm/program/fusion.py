@@ -2,8 +2,6 @@
 
 A match follows the dataflow, so the ops need not be neighbours. The fused op stands at the place of its last op."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 `program.fusion` joins different ops along the dataflow; a group joins equal ones, as the updates of all parameters (multi-tensor).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Division and rounding of sizes, in Python's integers."""
 
-from __future__ import annotations
-
 
 def ceil_div(a: int, b: int) -> int:
     """How many pieces of size `b` cover `a`."""

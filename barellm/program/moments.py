@@ -7,8 +7,6 @@ Code 0 is zero, so 2^-60 itself is none of the values; there are no denormals, i
 what gradients and their squares do in training, which fp16 and bf16 do not: one has too few exponents, the other too few
 digits for a mean that moves by a thousandth of itself."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -15,8 +15,6 @@ Patterns of Child et al. 2019 (Sparse Transformer), and graphs on the blocks of 
 
 What they mean is written in `program/layouts.py`. Nothing here needs NumPy."""
 
-from __future__ import annotations
-
 Word = tuple[str, list[float]]
 
 NUMBERS: dict[str, tuple[type, ...]] = {

@@ -3,8 +3,6 @@
 The arena is a persistent segment (parameters, gradients, optimizer state, caches), then one workspace as large as the
 largest program needs. Within a program, tensors that are never alive together share bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -2,8 +2,6 @@
 
 The rows are the layout of the block, which compiled code knows: they are appended to, never moved."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Collection, Mapping

@@ -6,8 +6,6 @@ They follow from m + r - 2 points at which polynomials are multiplied, and infin
 dimensions each matrix is applied to rows and to columns. With the points 0, 5/8, -5/8, 3/2, -3/2 the errors are a third of those
 with 0, 1, -1, 2, -2."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from math import prod
 

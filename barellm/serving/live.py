@@ -3,8 +3,6 @@
 The page is static (page.html). A server gives it whole lines of a run's files as they are, and the browser parses them: here the
 processors train. Nothing outside the folder of runs is read: a run is an entry of it, and neither it nor its files are links."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -3,8 +3,6 @@
 Types are LLVM's, as text. A vector has `isa.lanes` lanes: `k.vec` of fp32, `k.ivec` of i32. Numbers (Python's) are accepted for
 operands everywhere and become constants of the other operand's type."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

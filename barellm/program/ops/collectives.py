@@ -5,8 +5,6 @@ With message passing a reduce-scatter is an all-to-all (`AllToAll`; `StartAllToA
 backward pass), then a local sum in rank order (`SumOverRanks`), so that the bits of the sum depend on nothing else. Ranks that
 read each other's memory do all of it in one op (`ReduceScatter`). After the update the shards are all-gathered (`AllGather`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 

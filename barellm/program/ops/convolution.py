@@ -2,8 +2,6 @@
 
 Shapes: x (N, C, H, W), w (K, C / groups, R, S), y (N, K, P, Q). N may be a Dim; the other sizes are constants of the code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 Columns from `valid_vocab` on are padding: no part of the softmax, gradient zero. Target -1 is ignored.
 The scalar `inv_targets` is 1 / (valid targets of the whole batch, over all its micro-batches)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from barellm.program.graph import Graph

@@ -1,7 +1,5 @@
 """Ops on the tokens of a packed row, and on the places where its documents begin. Shapes: tokens (B, T), cu_seqlens (B, S) i32."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from barellm.program.graph import Graph

@@ -1,8 +1,6 @@
 """Token and position embedding. Shapes: tokens (B, T) i32, wte (V, C), wpe (maxT, C) or none, positions (B, T)
 i32 or none, y (B, T, C), fp32 unless the attribute `dtype` says otherwise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The mean over the pixels of images. Shapes: x (N, C, H, W), y (N, C)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from barellm.program.graph import Graph

@@ -5,8 +5,6 @@ A logit x counts as z = scale * sigmoid((x + shift) / width), which lies between
 None for z = x. Position t answers for targets t, t + 1 and so on, `predict` of them, as far as its row has them: target t + k has
 the run-time weight `mtp_k`. Target -1 is ignored, and columns from `valid_vocab` on are padding, as in `cross_entropy`."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from barellm.program.graph import Graph

@@ -14,8 +14,6 @@ Paired heads (modded-nanogpt, 2026) share keys: the row of a token is read as tw
 and 2t + 1 with the second. So the sequence has 2T positions and H / 2 heads, lse is (B, H / 2, T, 2), starts count tokens and the
 window counts positions."""
 
-from __future__ import annotations
-
 from math import sqrt
 from typing import Any, ClassVar, Literal
 

@@ -8,8 +8,6 @@ key j score q_i (k_j + r_(i-j)) / sqrt(D). Row m is distance m, and in a layout 
 A pair whose distance has no row has no term. In a causal layout that is as general as one vector for all farther keys: softmax
 does not see what all scores of a query have in common, so that vector could as well be subtracted from the others."""
 
-from __future__ import annotations
-
 from math import sqrt
 
 import numpy as np

@@ -3,8 +3,6 @@
 Head h owns columns h*D .. (h+1)*D. Its columns i and i + D/2 are a plane that turns by position * theta^(-2i/D). Only the first
 `heads` heads turn; columns behind them pass through, so that one pass over packed q | k | v turns q and k."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil, floor, log, pi, sqrt
 

@@ -5,8 +5,6 @@ Shapes: x (..., C), y (..., K), leading axes are tokens. A layout is (C / bs, K 
 is what the columns of block c of x give to those of block k of y. The constants `columns`, `rows` and `places` are the layout's
 tables (`program/block_layouts.py`)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.program.block_layouts import BlockLayout

@@ -1,8 +1,6 @@
 """Sums of squares of a matrix's blocks. They are an op apart from `SumSquares`: kernels of matmuls take BLOCK from here, and their
 code should not depend on the optimizers'."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from barellm.program.ops.base import Op, Spec, Tensor, describe

@@ -4,8 +4,6 @@ Shapes: x (..., K), weight (K, N), y (..., N); a scale is (1,) fp32, from `Stati
 gradients e5m2, which reaches further. The gradient goes through the rounding as if there was none (Bengio et al. 2013): dx = dy
 weight^T and dweight = x^T dy, of the codes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Protocol
 

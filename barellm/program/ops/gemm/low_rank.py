@@ -3,8 +3,6 @@
 Shapes: x (..., K), W (N, K), y (..., N), A (ranks, K), u = s x A^T (..., ranks). Where W is several matrices one below the other,
 as q, k and v, each that is adapted has rows of A of its own, and a B (rows, rank) for its columns of y."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -2,8 +2,6 @@
 
 Shapes: x (..., K), weight (N, K), y (..., N); leading axes are tokens."""
 
-from __future__ import annotations
-
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.pointwise.elementwise import Rescale, operand

@@ -1,7 +1,5 @@
 """Matmuls with a quantized weight. Shapes: x (..., K), y (..., N), codes and scales as `program.quantization` packs (N, K)."""
 
-from __future__ import annotations
-
 from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.gemm.matmul import tokens
 from barellm.program.quantization import packed_matrix, scheme

@@ -1,7 +1,5 @@
 """Normalisation of images by groups of channels. Shapes: x, y (N, C, H, W); weight, bias (C); mean, rstd (N, groups)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.program.graph import Graph

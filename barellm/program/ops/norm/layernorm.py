@@ -1,7 +1,5 @@
 """LayerNorm over the last axis. Shapes: x, y (..., C); weight, bias (C); mean, rstd (...)."""
 
-from __future__ import annotations
-
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec, Tensor, describe
 

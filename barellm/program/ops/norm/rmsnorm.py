@@ -1,8 +1,6 @@
 """RMSNorm over the last axis. Shapes: x, y (..., C); weight (C) or none; rstd (...) fp32. That of heads: x, y (..., H*D), weight
 (D), rstd (..., H)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from barellm.program.graph import Graph

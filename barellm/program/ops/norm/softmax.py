@@ -1,7 +1,5 @@
 """Softmax over the last axis. Shapes: x, y, dy, dx (..., C)."""
 
-from __future__ import annotations
-
 from math import isfinite
 
 import numpy as np

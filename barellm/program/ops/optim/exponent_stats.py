@@ -1,7 +1,5 @@
 """Exponent statistics of a tensor (its dynamic range): the histogram of its fp32 exponents and four sums, in one pass."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import numpy as np

@@ -11,8 +11,6 @@ Each op takes a bank as well: `matrices` equal ones, one below the other, each o
 are a bank of three. The shapes above are then those of one matrix, and the first axis of every operand is `matrices` times as long.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt

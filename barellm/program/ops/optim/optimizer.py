@@ -1,7 +1,5 @@
 """Global gradient norm, clipping and AdamW. Tensors of any shape; all statistics fp32."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import numpy as np

@@ -10,8 +10,6 @@ A tall M is taken transposed: P, the factor that is made orthonormal, belongs to
 
 Shapes: grad, error (rows, cols); a factor is (rank, n), one of its columns after the other, with n the length of its side."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import numpy as np

@@ -4,8 +4,6 @@ Shapes: x any; a scale (1,) fp32; `sums` (4) of the op `measure`. A state belong
 micro-batch to the next: `history` (entries) fp32, the largest |x| of the last micro-batches, the newest first; `bias` (2) fp32, the
 largest exponent and how many micro-batches there were."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -6,8 +6,6 @@ W = ceil(K / 32). Words are i32.
 
 The gradient goes straight through the sign, as if it were the identity, where |x| <= 1, and is zero elsewhere."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

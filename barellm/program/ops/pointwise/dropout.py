@@ -3,8 +3,6 @@
 `dropout` takes Threefry's words, which each element can find by itself (`ops/random.py`). `tausworthe_dropout` takes the draws of a
 cheaper generator, whose streams restart at each row and every 512 columns (`ops/tausworthe.py`)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.program.graph import Graph

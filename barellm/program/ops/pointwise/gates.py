@@ -1,8 +1,6 @@
 """Sigmoid gates: a few columns of a tensor decide how much of another passes. Shapes: x, base, y (B, T, C); z (B, T, N) fp32, a
 logit for each of N groups of C / N neighbouring columns (heads, or 1 for all columns)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

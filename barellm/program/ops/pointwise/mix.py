@@ -1,8 +1,6 @@
 """Sums of tensors, each times a number that may be learned. Shapes: terms and y (..., C), all equal; a coefficient that is a tensor
 is (1,): a parameter, or one element of a parameter vector (`Calls.element`)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from barellm.program.graph import Graph

@@ -15,8 +15,6 @@ in the program, `row` the position t (attention: t * heads + head), `column` the
 Initialisation uses step 0 and sample 0; training steps count from 1. The streams from STATE_STREAMS on round the moments of
 the parameters, in their order."""
 
-from __future__ import annotations
-
 from math import pi
 from typing import ClassVar
 

@@ -1,8 +1,6 @@
 """Gated activations of an MLP (Shazeer 2020): SwiGLU, which is Llama's, and the same with other activations. Shapes: gate, up, y
 (..., F), of equal shapes; gate and up may be views of one packed matmul (..., 2F)."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from barellm.program.graph import Graph

@@ -15,8 +15,6 @@ streams are short, and each begins at a place that follows from counters, as Thr
 leaves the last one out. A word whose bits inside the mask are all zero would stay there for ever, so it gets the lowest of them.
 The first draw is discarded: it takes the bits outside the mask, which belong to no cycle, out of the state."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import reduce
 

@@ -1,7 +1,5 @@
 """The largest elements of rows. Shapes: x, dx (..., C); values, dvalues, indices (..., K)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from barellm.program.graph import Graph

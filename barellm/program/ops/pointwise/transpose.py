@@ -1,7 +1,5 @@
 """Matrices turned over: a copy of one in another, or its sum with another. Shapes: x (R, C), y (C, R), in any format of storage."""
 
-from __future__ import annotations
-
 from barellm.program.dtypes import format_of
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec, Tensor, describe
