@@ -4,7 +4,8 @@ backend. A process of its own, which test_emulated.py starts on that library:
     python -m tests.cuda.emulated gpt2
 
 It prints a line of JSON: losses and the CPU's, how far gradients and weights are from the CPU's, what ran and what it did. With
---first one step without the comparison, with --planted what became of each planted fault in it (simulators/planted.py)."""
+--first one step without the comparison, with --planted and the names of kernels what became of each planted fault in them
+(simulators/planted.py)."""
 
 from __future__ import annotations
 
@@ -146,7 +147,7 @@ def main() -> None:
     on = driver.device()  # here the emulator begins
     machine = emulator.current
     assert machine is not None, "LIBCUDA_PYTHON names no emulator"
-    planted = Planted(on.arch)
+    planted = Planted(on.arch, set(sys.argv[3:]))
     if "--planted" in sys.argv:
         machine.before.append(planted)
     cuda = case.open(CudaSession)

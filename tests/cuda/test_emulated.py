@@ -22,7 +22,8 @@ each_arch = pytest.mark.parametrize("arch", ARCHS)
 HOPPER = {"hopper_gemm", "hopper_attention", "hopper_attention_backward"}
 # Relative distances to the CPU's, which rounds to bf16 elsewhere: of a loss, of gradients, of weights against how far they moved.
 # AdamW's first steps go by the sign of a gradient, so numbers that are all noise move as far as others.
-LIMITS = {"bf16": (1e-3, 0.06, 0.25), "fp32": (1e-5, 1e-3, 0.02)}
+# Muon's steps give every direction of a gradient the same length, those of noise too.
+LIMITS = {"bf16": (1e-3, 0.06, 0.25), "fp32": (1e-5, 1e-3, 0.02), "muon": (1e-4, 0.12, 0.45)}
 
 
 @pytest.fixture
@@ -38,9 +39,9 @@ def emulate(start, tmp_path):
     return run
 
 
-def check(found: dict[str, Any], compute: str = "bf16") -> None:
+def check(found: dict[str, Any], kind: str = "bf16") -> None:
     """Losses, gradients and weights are the CPU's within LIMITS."""
-    loss, gradient, weight = LIMITS[compute]
+    loss, gradient, weight = LIMITS[kind]
     got, want = found["losses"]
     assert len(got) == 2 and got == pytest.approx(want, rel=loss)
     assert found["gradients"] and max(found["gradients"].values()) <= gradient, found["gradients"]
@@ -68,7 +69,7 @@ def test_two_steps_of_a_llama_are_the_cpus(emulate, arch):
 def test_two_steps_of_a_speedrun_are_the_cpus(emulate, arch):
     """Muon's update, then Muon's and Adam's."""
     found = emulate("speedrun", arch=arch)
-    check(found)
+    check(found, "muon")
     assert ("hopper_gemm" in found["launched"]) == (arch == 90)
 
 
@@ -129,17 +130,31 @@ def test_memory_is_asked_for_little_more_than_is_needed(emulate):
         assert sectors <= SECTORS[name] * asked and passes <= PASSES[name] * needed, (name, sectors, asked, passes, needed)
 
 
-# Of what is taken away, what the code has beside what it needs: kernel, kind, number among those of the kind in the kernel.
-SPARE: dict[int, set[tuple[str, str, int]]] = {80: set(), 90: set()}
+# How many of the fences and waits of a kernel are noticed when they are taken away, one at a time. No fence may be missed. The rest of
+# the waits are those of loops that do not come round in a model so small (simulators/ptx/test_hopper_products.py has larger ones),
+# and barriers that Triton has more than the code needs.
+NOTICED = {
+    80: {
+        "gemm": {"bar.sync": 4, "cp.async.wait_group": 2},
+        "attention_forward": {"bar.sync": 5, "cp.async.wait_group": 2},
+        "attention_dkv": {"bar.sync": 5, "cp.async.wait_group": 2},
+    },
+    90: {
+        "hopper_gemm": {
+            "fence.proxy.async": 5, "mbarrier wait": 2, "wgmma.wait_group": 2, "cp.async.bulk.wait_group": 4, "bar.sync": 19
+        },
+        "hopper_attention": {"fence.proxy.async": 1, "mbarrier wait": 6, "wgmma.wait_group": 4, "bar.sync": 15},
+        "hopper_attention_backward": {"fence.proxy.async": 1, "mbarrier wait": 4, "wgmma.wait_group": 6, "bar.sync": 19},
+    },
+}  # fmt: skip
 
 
 @each_arch
-def test_each_fence_and_wait_taken_away_is_noticed(emulate, arch):
-    """In the kernels of a GPT-2's step: by the machine itself, or in the results."""
-    found = emulate("gpt2", "--planted", arch=arch)["planted"]
-    assert {(kernel, kind, number) for kernel, kind, number in found["survivors"]} <= SPARE[arch]
-    kinds = defaultdict(int)
-    for _, kind, count in found["noticed"]:
-        kinds[kind] += count
-    wanted = {80: {"cp.async.wait_group", "bar.sync"}, 90: {"fence.proxy.async", "mbarrier wait", "wgmma.wait_group", "bar.sync"}}
-    assert wanted[arch] <= set(kinds), kinds
+def test_fences_and_waits_taken_away_are_noticed(emulate, arch):
+    """In the first GEMM and in attention of a GPT-2's step: by the machine itself, or in the results."""
+    found = emulate("gpt2", "--planted", *NOTICED[arch], arch=arch)["planted"]
+    noticed = {(kernel, kind): count for kernel, kind, count in found["noticed"]}
+    for kernel, wanted in NOTICED[arch].items():
+        for kind, count in wanted.items():
+            assert noticed.get((kernel, kind), 0) >= count, (kernel, kind, found)
+    assert not [fault for fault in found["survivors"] if fault[1] == "fence.proxy.async"], found["survivors"]

@@ -179,6 +179,7 @@ print(build.chosen_device("auto", models.preset("shakespeare-char")))
     [
         ({}, "wrong values"),  # its kernels do nothing
         ({"LIBCUDA_HANG": "cuLaunchKernelEx:1"}, "no answer within 10 s: it hangs"),
+        ({"LIBCUDA_HANG": "cuLibraryLoadData:1"}, "no answer within 10 s: it hangs"),  # the call itself never returns
         ({"LIBCUDA_LOSE": "cuStreamQuery:700:1"}, "CUDA_ERROR_ILLEGAL_ADDRESS: a kernel before it went wrong"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -34,6 +33,7 @@ class Planted:
     """`noticed`, `survivors`: faults by kernel and kind; of a survivor with its number among those of the kind in the kernel."""
 
     arch: int
+    kernels: set[str]  # in which; all where it is empty
     noticed: Counter[tuple[str, str]] = field(default_factory=Counter)
     survivors: list[tuple[str, str, int]] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
@@ -46,7 +46,7 @@ class Planted:
 
     def __call__(self, spec: Specialisation, code: Code, values: list[Parameter], grid: tuple[int, ...]) -> None:
         """Ahead of a launch (emulator.Emulator.before): memory is afterwards as it was."""
-        if spec.name in self.seen:
+        if spec.name in self.seen or (self.kernels and spec.name not in self.kernels):
             return
         self.seen.add(spec.name)
         spans = sorted(set(_spans(values)))
@@ -59,7 +59,6 @@ class Planted:
                 self.noticed[spec.name, kind] += 1
             else:
                 self.survivors.append((spec.name, kind, number))
-            print(f"{spec.name}: {kind} {number}", file=sys.stderr, flush=True)
         _restore(spans, before)
 
     def _notices(self, spec, mutant: Code, values, grid, run: Run, memory) -> bool:
