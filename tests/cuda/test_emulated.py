@@ -130,9 +130,9 @@ def test_memory_is_asked_for_little_more_than_is_needed(emulate):
         assert sectors <= SECTORS[name] * asked and passes <= PASSES[name] * needed, (name, sectors, asked, passes, needed)
 
 
-# How many of the fences and waits of a kernel are noticed when they are taken away, one at a time. No fence may be missed. The rest of
-# the waits are those of loops that do not come round in a model so small (simulators/ptx/test_hopper_products.py has larger ones),
-# and barriers that Triton has more than the code needs.
+# How many of the fences and waits of a kernel are noticed when they are taken away, one at a time. No fence may be missed. The rest
+# of the waits are those of loops that do not come round in a model so small (simulators/ptx/test_hopper_products.py has larger
+# ones), and barriers that Triton has more than the code needs.
 NOTICED = {
     80: {
         "gemm": {"bar.sync": 4, "cp.async.wait_group": 2},
