@@ -40,7 +40,7 @@ def decoded(spec: Specialisation, code: Code, params: Sequence[bytes], span: Spa
             assert sizes == [rows, columns, pitch // nbytes, 1], (spec.name, name, sizes)
             end = address + (rows - 1) * pitch + columns * nbytes
             pointer = Pointer(address, *span(address, end - address), True)
-            values.append(Box(pointer, rows, columns, pitch // nbytes, shape))
+            values.append(Box(pointer, rows, columns, pitch // nbytes, (shape[0], shape[1])))
     assert [int.from_bytes(scratch) for scratch in rest] == [0, 0], f"{spec.name}: Triton's scratch"
     return values
 
