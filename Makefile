@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 QUICK := cpu program runtime models optim cuda/test_elementwise.py test_house.py
 
-.PHONY: train test extended quick lint oracle families site anatomy gpu-check clean
+.PHONY: train test extended emulate quick lint oracle families site anatomy gpu-check clean
 
 # Into a dated folder under runs/, or into OUT; then how the result compares with the README's.
 train: $(VENV)/.installed
@@ -22,6 +22,10 @@ test: $(VENV)/.tested
 # gpu-check on the mock, runs that are killed at every call, whole models drawn at random.
 extended: $(VENV)/.tested
 	$(BIN)/python -m pytest -m "extended and not oracle" -n auto --dist worksteal $(PYTEST)
+
+# Training steps, commands and planted faults on an emulated GPU, through NVIDIA's bindings: a part of `make extended`. docs/cuda.md
+emulate: $(VENV)/.tested
+	$(BIN)/python -m pytest -n auto --dist worksteal tests/cuda/test_libcuda.py tests/cuda/test_emulated.py $(PYTEST)
 
 # What an edit needs first, in less than a minute: this machine's instruction set, one case of each kernel's tests.
 quick: $(VENV)/.tested

@@ -1,15 +1,21 @@
 """`--device`: where the checks of single ops run. "interpreter" (the default), "ptx" for a machine that runs compiled code
 (of the least target, or "ptx-sm_90"), "cuda" for this machine's GPU, or "mock", the driver in Python, through which a session of
-the GPU's kind is rehearsed. On all but the first only checks of ops run, with "ptx" whole models too: the rest needs no GPU.
+the GPU's kind is rehearsed. On all but the first only checks of ops run: the rest needs no GPU.
 A kernel that spoils the GPU for its process ends a pytest-xdist worker, and the next one goes on with the next test."""
 
 import os
+import shutil
+import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from barellm.cuda import driver, step
 from tests.cuda import check
+
+LIBCUDA = Path(__file__).parents[1] / "simulators" / "libcuda.c"
 
 DEVICES = ("interpreter", "ptx", "ptx-sm_90", "mock", "cuda")
 
@@ -23,12 +29,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    compiled = {item for item in items if item.get_closest_marker("ptx")}
     if DEVICES[0] == check.DEVICE:
-        chosen = [item for item in items if item not in compiled]
-    else:
-        ops = [item for item in items if isinstance(item, pytest.Function) and _checks_an_op(item)]
-        chosen = ops + [item for item in items if item in compiled and check.DEVICE == "ptx"]
+        return
+    chosen = [item for item in items if isinstance(item, pytest.Function) and _checks_an_op(item)]
     here = set(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item not in here])
     items[:] = chosen
@@ -65,3 +68,36 @@ def mock_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         from tests.simulators.mock import Gpu
 
         Gpu().install(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory) -> Path:
+    """The folder of the driver library in C, which is compiled with the cuda.h that comes with Triton."""
+    compiler, triton = shutil.which("gcc") or shutil.which("clang"), find_spec("triton")
+    if sys.platform != "linux" or compiler is None or triton is None or triton.origin is None:
+        pytest.skip("it needs Linux, a C compiler and Triton's cuda.h")
+    folder = tmp_path_factory.mktemp("libcuda")
+    header = Path(triton.origin).parent / "backends" / "nvidia" / "include"
+    warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter"]
+    command = [compiler, "-shared", "-fPIC", *warnings, f"-I{header}", "-o", str(folder / "libcuda.so.1"), str(LIBCUDA)]
+    subprocess.run([*command, "-ldl", "-lpthread"], check=True)
+    return folder
+
+
+@pytest.fixture
+def start(library, tmp_path):
+    """Starts Python with words, on this library; `log` has its calls."""
+    started = []
+
+    def begin(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.Popen[str]:
+        own = {"LD_LIBRARY_PATH": str(library), "LIBCUDA_LOG": str(tmp_path / "log"), "CUDA_LAUNCH_BLOCKING": "0"}
+        own["PYTHONPATH"] = str(LIBCUDA.parents[2])
+        command, pipe = [sys.executable, *words], subprocess.PIPE
+        process = subprocess.Popen(command, cwd=cwd, stdout=pipe, stderr=pipe, text=True, env=os.environ | own | environment)
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()

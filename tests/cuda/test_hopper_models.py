@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
@@ -18,7 +17,6 @@ from barellm.models.gpt2 import Config as ModelConfig
 from tests.cpu.test_models import open_session
 from tests.cuda.test_models import evaluate_and_decode_beside_the_references, train_beside_the_references
 from tests.simulators.mock import Gpu
-from tests.simulators.ptx.launch import execute
 
 pytestmark = pytest.mark.extended
 
@@ -55,16 +53,6 @@ def test_a_model_trains_like_the_references_on_hopper(gpu, monkeypatch):
     names = Counter(name for name, _ in gpu.launched)
     assert names["split_k_reduce"] and not names["gemm"]
     assert names["hopper_gemm"] == 4 * len(found)  # two steps of two micro-batches
-
-
-@pytest.mark.slow
-@pytest.mark.extended
-def test_a_model_trains_like_the_references_on_compiled_code(gpu, monkeypatch):
-    """Every launch of a step as PTX for sm_90a, from the parameters that the driver was handed."""
-    monkeypatch.setenv("BARELLM_POISON", "1")
-    gpu.execute = partial(execute, arch=90)
-    train_beside_the_references(MODEL, "bf16", LIMIT, shape=SHAPE, steps=1)
-    assert {"hopper_gemm", "attention_forward", "attention_dkv", "attention_dq"} <= {name for name, _ in gpu.launched}
 
 
 @pytest.mark.slow

@@ -1,21 +1,19 @@
 """Processes that reach a driver as a user's do: by NVIDIA's own bindings and a libcuda.so.1, which here is simulators/libcuda.c. A
-wrong name, number or type of an argument shows as it would on a machine with a GPU; kernels do nothing."""
+wrong name, number or type of an argument shows as it would on a machine with a GPU; kernels do nothing (test_emulated.py has the
+processes in which they work)."""
 
-import os
-import shutil
+import json
+import re
 import signal
-import subprocess
-import sys
 import time
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "simulators" / "libcuda.c"
+from tests.cuda.conftest import LIBCUDA
+
 LONG_S = 300
 SESSION = """
-import threading
+from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from barellm.cuda import driver
 from barellm.cuda.step import CudaSession
@@ -35,9 +33,8 @@ def work():
 try:
     session = CudaSession({"p": p})
     try:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor() as pool:
+            pool.submit(work).result()
         work()
         with driver.profiled():
             session.run_unrolled("p", batch=2, seq=8)
@@ -50,36 +47,74 @@ except UserError as error:
 """
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory) -> Path:
-    """The folder of the library, which is compiled with the cuda.h that comes with Triton."""
-    compiler, triton = shutil.which("gcc") or shutil.which("clang"), find_spec("triton")
-    if sys.platform != "linux" or compiler is None or triton is None or triton.origin is None:
-        pytest.skip("it needs Linux, a C compiler and Triton's cuda.h")
-    folder = tmp_path_factory.mktemp("libcuda")
-    header = Path(triton.origin).parent / "backends" / "nvidia" / "include"
-    warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter"]
-    command = [compiler, "-shared", "-fPIC", *warnings, f"-I{header}", "-o", str(folder / "libcuda.so.1"), str(SOURCE)]
-    subprocess.run([*command, "-ldl", "-lpthread"], check=True)
-    return folder
+def test_each_rule_is_held(start):
+    """Whatever a function requires is broken once, and refused with a status and the rule."""
+    out, err = start("-m", "tests.cuda.broken_rules").communicate(timeout=LONG_S)
+    rules, function = set(), ""
+    for line in LIBCUDA.read_text().splitlines():
+        if found := re.match(r"(?:CUresult|static .*) (cu\w+)\(", line):
+            function = found[1]
+        if found := re.match(r" +REQUIRE(_OR)?\((.*)\);(?: /\*.*\*/)?$|CUresult .* (REQUIRE)(_OR)?\((.*?)\);", line):
+            rule = found[2] or found[5]
+            rules.add((function, rule.partition(", ")[2] if found[1] or found[4] else rule))
+    held = {tuple(found) for found in re.findall(r"^libcuda: (cu[A-Z]\w*?)(?:_v\d)?: not (.*)$", err, re.MULTILINE)}
+    assert len(rules) == 80 and {(function, rule) for function, rule in held if rule != "an allocation"} == rules
+    assert {name for name, rule in held if rule == "an allocation"} == {"cuMemFree", "cuMemFreeHost"}
+    assert "Traceback" not in err and all(int(line.split()[1]) for line in out.splitlines()), out + err
 
 
-@pytest.fixture
-def start(library, tmp_path):
-    """Starts Python with words, on this library; `log` has its calls."""
-    started = []
+def test_any_call_may_fail_or_lose_the_context(start):
+    """Each function of a session's life, at its first call and at its last: what it says is one line, or it goes on."""
+    out, err = start("-m", "tests.cuda.injected", SESSION).communicate(timeout=LONG_S)
+    found = json.loads(out.splitlines()[-1])
+    said = {fault: text.removeprefix("it ran\n") for fault, text in found.items()}  # all may have run before its end fails
+    bad = {fault: text for fault, text in said.items() if text.count("\n") > 1 or "Traceback" in text}
+    assert not bad and all(line.startswith("libcuda: ") for line in err.splitlines()), (bad, err)
+    assert len(found) > 100
+    lost = [text for fault, text in said.items() if ":700:" in fault and "cuGraphLaunch" in fault]
+    assert all("CUDA_ERROR_ILLEGAL_ADDRESS: a kernel before it went wrong" in text for text in lost) and len(lost) == 2
+    refused = [text for fault, text in said.items() if ":1:" in fault and text]
+    assert all("CUDA_ERROR_INVALID_VALUE" in text for text in refused) and len(refused) > 40
 
-    def begin(*words: str, **environment: str) -> subprocess.Popen[str]:
-        own = {"LD_LIBRARY_PATH": str(library), "LIBCUDA_LOG": str(tmp_path / "log"), "CUDA_LAUNCH_BLOCKING": "0"}
-        command, pipe = [sys.executable, *words], subprocess.PIPE
-        process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=os.environ | own | environment)
-        started.append(process)
-        return process
 
-    yield begin
-    for process in started:
-        process.kill()
-        process.communicate()
+TINY = (
+    *("shakespeare-char", "--model.layers", "1", "--model.heads", "2", "--model.d_model", "8", "--model.max_seq", "8"),
+    *("--seq", "8", "--batch", "2", "--dtype", "bf16", "--device", "cuda"),
+)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["bench", "step", *TINY], "warm steps"),
+        (["bench", "ops", *TINY], "ms of ops"),
+        (["bench", "gemm", *TINY], "20 GEMMs"),
+        (["profile", *TINY, "--out", "profile"], "the ops' roofline"),
+    ],
+    ids=lambda words: "-".join(words[:2]) if isinstance(words, list) else "",
+)
+def test_a_command_runs_as_a_process(start, tmp_path, words, said):
+    """The library says nothing against any argument of any call."""
+    process = start("-m", "barellm", *words, cwd=tmp_path)
+    out, err = process.communicate(timeout=LONG_S)
+    assert process.returncode == 0 and said in out and "libcuda:" not in err, out + err
+    assert "cuLaunchKernelEx" in (tmp_path / "log").read_text()
+
+
+def test_the_tuner_s_self_test_says_that_kernels_are_wrong(start):
+    process = start("-m", "barellm", "tune", "--self-test", "--device", "cuda")
+    out, err = process.communicate(timeout=LONG_S)
+    assert process.returncode == 1 and not err, out + err
+    assert out.startswith("WRONG the default     rejected: wrong values") and "cannot be trusted here" in out
+
+
+def test_gpu_check_says_what_there_is(start, tmp_path):
+    process = start("-m", "benchmarks.gpu_check", "--stages", "versions", "--small", "--out", str(tmp_path / "out"))
+    out, err = process.communicate(timeout=LONG_S)
+    assert process.returncode == 0 and "1 bars met, 0 missed" in out, out + err
+    found = json.loads((tmp_path / "out" / "gpu-check.json").read_text())["stages"]["versions"]
+    assert found["device"]["gpu"] == "C stand-in"
 
 
 def test_doctor_finds_a_gpu(start):
@@ -104,7 +139,7 @@ def test_a_session_runs_from_its_opening_to_its_end(start, tmp_path):
 
 
 def test_a_lost_context_is_one_line_at_the_end_of_a_process(start):
-    process = start("-c", SESSION, LIBCUDA_FAIL="cuGraphLaunch:700:2")
+    process = start("-c", SESSION, LIBCUDA_LOSE="cuGraphLaunch:700:2")
     out, err = process.communicate(timeout=LONG_S)
     assert out.startswith(
         "cuGraphLaunch failed: CUDA_ERROR_ILLEGAL_ADDRESS: a kernel before it went wrong (the latest: program 'p'"
@@ -114,7 +149,7 @@ def test_a_lost_context_is_one_line_at_the_end_of_a_process(start):
 
 def test_ctrl_c_ends_a_process_whose_gpu_hangs(start, tmp_path):
     """At once, where it asks the driver whether the GPU is done; and the end of the process waits for nothing either."""
-    process, log, end = start("-c", SESSION, LIBCUDA_HANG="1"), tmp_path / "log", time.monotonic() + LONG_S
+    process, log, end = start("-c", SESSION, LIBCUDA_HANG="cuMemsetD8Async:1"), tmp_path / "log", time.monotonic() + LONG_S
     while not (log.exists() and "Query" in log.read_text()) and process.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
@@ -143,8 +178,9 @@ print(build.chosen_device("auto", models.preset("shakespeare-char")))
     "fault, why",
     [
         ({}, "wrong values"),  # its kernels do nothing
-        ({"LIBCUDA_HANG": "1"}, "no answer within 10 s: it hangs"),
-        ({"LIBCUDA_FAIL": "cuStreamQuery:700:1"}, "CUDA_ERROR_ILLEGAL_ADDRESS: a kernel before it went wrong"),
+        ({"LIBCUDA_HANG": "cuLaunchKernelEx:1"}, "no answer within 10 s: it hangs"),
+        ({"LIBCUDA_HANG": "cuLibraryLoadData:1"}, "no answer within 10 s: it hangs"),  # the call itself never returns
+        ({"LIBCUDA_LOSE": "cuStreamQuery:700:1"}, "CUDA_ERROR_ILLEGAL_ADDRESS: a kernel before it went wrong"),
     ],
 )
 def test_auto_is_the_gpu_with_tritons_gemm_where_hoppers_fails(start, tmp_path, fault, why):

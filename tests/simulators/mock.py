@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import struct
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -24,13 +23,13 @@ from barellm.cuda import bench, driver, step
 from barellm.cuda.compile import Code
 from barellm.cuda.kernel import Specialisation
 from tests.cuda import standin
-from tests.cuda.standin import ELEMENTS, boxed
+from tests.cuda.standin import ELEMENTS
 from tests.simulators import interpreter
+from tests.simulators.parameters import MAGIC, MAP, decoded, with_tables
 
 OK, NOT_READY = real.CUresult.CUDA_SUCCESS, real.CUresult.CUDA_ERROR_NOT_READY
 # What needs no context of the thread; cuKernelGetFunction does, as an H200's driver (580.159) said.
 ANYWHERE = re.compile(r"cu(Init|Driver|Device|Ctx|Library|Kernel(?!GetFunction)|TensorMap|Profiler)\w*")
-MAP = struct.Struct("<8sIIQQQQIIIII")  # a tensor map as this driver writes it: 128 bytes on a GPU, of which nobody knows the layout
 LAUNCH_MS = 0.25  # what an event sees of each launch
 
 
@@ -460,7 +459,7 @@ class Gpu:
         assert all(1 <= n <= 256 for n in box) and box[0] * nbytes % 16 == 0
         assert swizzle in (0, 1, 2, 3) and (not swizzle or box[0] * nbytes <= 16 << swizzle)
         assert strides[0] >= sizes[0] * nbytes, "rows that overlap"
-        data = MAP.pack(b"mock map", kind, nbytes, address, sizes[0], sizes[1], strides[0], *box, swizzle, l2, fill)
+        data = MAP.pack(MAGIC, kind, nbytes, address, sizes[0], sizes[1], strides[0], *box, swizzle, l2, fill)
         ctypes.memmove(at, data.ljust(128, b"\0"), 128)
         return 0
 
@@ -482,47 +481,14 @@ class Gpu:
         params = [ctypes.string_at(at, nbytes) for at, (nbytes, _) in zip(table, code.params, strict=True)]
         misplaced = [at for at, (_, align) in zip(table, code.params, strict=True) if at % align]
         assert not misplaced, f"{code.name}: parameters at {misplaced}"
-        values = self._decoded(found.spec, code, params)  # now: the driver copies parameters when it is called
+        values = decoded(found.spec, code, params, self.span)  # now: the driver copies parameters when it is called
         self._put(config.hStream, partial(self._execute, found.spec, values, grid))
         return (OK,)
-
-    def _decoded(self, spec: Specialisation, code: Code, params: list[bytes]) -> list[interpreter.Parameter]:
-        rest = iter(params)
-        values: list[interpreter.Parameter] = []
-        described = iter(code.descriptors)
-        for (name, type_), kind in zip(spec.signature, code.arguments, strict=True):
-            data = next(rest)
-            if kind == "*":
-                (address,) = struct.unpack("<Q", data)
-                values.append(self._around(address))
-            elif kind == "i32":
-                values.append(*struct.unpack("<i", data))
-            else:
-                assert kind == "map", (name, kind)
-                magic, number, nbytes, address, columns, rows, pitch, *box, swizzle, _, _ = MAP.unpack(data[: MAP.size])
-                element, shape = boxed(type_)
-                d = next(described)
-                assert magic == b"mock map" and (number, nbytes) == (ELEMENTS[element][0], ELEMENTS[element][2])
-                assert tuple(reversed(box)) == d.box and swizzle == d.swizzle, (spec.name, name, box, d)
-                sizes = [*struct.unpack("<ii", next(rest) + next(rest)), *struct.unpack("<qq", next(rest) + next(rest))]
-                assert sizes == [rows, columns, pitch // nbytes, 1], (spec.name, name, sizes)
-                end = address + (rows - 1) * pitch + columns * nbytes
-                whole = self.span(address, end - address)
-                pointer = interpreter.Pointer(address, *whole, True)
-                values.append(interpreter.Box(pointer, rows, columns, pitch // nbytes, shape))
-        assert [int.from_bytes(scratch) for scratch in rest] == [0, 0]
-        return values
 
     def _execute(self, spec: Specialisation, values: list[interpreter.Parameter], grid: tuple[int, ...]) -> None:
         self.clock += LAUNCH_MS * self.cost(spec)
         self.launched.append((spec.name, grid))
-        for i, (_, type_) in enumerate(spec.signature):
-            if type_.startswith("table<"):  # now: a table is memory
-                values = [*values[:i], interpreter.Words.read(type_, values[i], self._around), *values[i + 1 :]]
-        self.execute(spec, values, grid)
-
-    def _around(self, address: int) -> interpreter.Pointer:
-        return interpreter.Pointer(address, *self.span(address), True)
+        self.execute(spec, with_tables(spec, values, self.span), grid)
 
 
 def memory_of(gpu: Gpu, session: Any) -> np.ndarray:

@@ -186,13 +186,13 @@ def self_test(worker: Worker, problem: Any, default: Candidate, right: Candidate
     faulty = {Candidate(default.config, name): words for name, words in faults}
     try:
         verdict = decide(worker, problem, [*faulty, right], default)
+    except Lost as lost:  # the default is wrong itself
+        return [Trial("the default", str(lost).removeprefix("the default: "), "not rejected", False)]
     finally:
         worker.close()
     reasons = dict(verdict.rejected)
-    trials = []
-    for candidate, words in faulty.items():
-        reason = reasons.get(str(candidate), "")
-        trials.append(Trial(candidate.fault, reason, f"rejected: {words}", words in reason))
+    why = {candidate: reasons.get(str(candidate), "") for candidate in faulty}
+    trials = [Trial(c.fault, why[c], f"rejected: {words}", words in why[c]) for c, words in faulty.items()]
     reason = reasons.get(str(right), "")
     chosen = verdict.best in (default.config, right.config)
     return [*trials, Trial("another tile", reason, "not rejected", not reason and chosen)]

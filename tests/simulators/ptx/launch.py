@@ -12,6 +12,7 @@ import triton.language as tl
 
 from barellm.cuda import compile as compiler
 from barellm.cuda.compile import Code, Descriptor
+from barellm.cuda.compile import _path as cubin_path
 from barellm.cuda.kernel import Specialisation
 from barellm.runtime import artefacts
 from tests.simulators.interpreter import Box, Memory, Parameter, Pointer, Words
@@ -28,14 +29,21 @@ TOGETHER = 4096  # threads of the blocks that run at once
 
 @cache
 def code_of(spec: Specialisation, arch: int) -> Code:
-    """As `compiled`, with PTX in the cubin's place. From the cache on disk, else compiled and kept."""
-    path = compiler._path(spec, arch).with_suffix(".ptx")
-    data = artefacts.load(path)
-    if data is None:
-        kernel = compiler.triton_compile(spec, arch)
-        data = replace(compiler.code_of(spec, kernel, arch), cubin=kernel.asm["ptx"].encode()).packed()
-        artefacts.keep(path, data)
+    """As `compiled`, with PTX in the cubin's place."""
+    compile_to_cache(spec, arch)
+    data = artefacts.load(cubin_path(spec, arch).with_suffix(".ptx"))
+    assert data is not None, spec
     return Code.unpacked(data)
+
+
+def compile_to_cache(spec: Specialisation, arch: int) -> None:
+    """Unless the cache has both: the cubin, where `compiled` finds it, and beside it the PTX that ptxas made it from."""
+    path = cubin_path(spec, arch)
+    if any(artefacts.load(path.with_suffix(kind)) is None for kind in (".cubin", ".ptx")):
+        kernel = compiler.triton_compile(spec, arch)
+        code = compiler.code_of(spec, kernel, arch)
+        artefacts.keep(path, code.packed())
+        artefacts.keep(path.with_suffix(".ptx"), replace(code, cubin=kernel.asm["ptx"].encode()).packed())
 
 
 def execute(

@@ -356,7 +356,7 @@ class Machine:
                 return
             self.done += 1
             if self.done > MOST:
-                raise Fault(f"{self.kernel.name} goes on for more than {MOST} instructions")
+                raise Deadlock(f"{self.kernel.name} goes on for more than {MOST} instructions")
             pc += 1
 
     def active(self, i: Instruction, threads: Array) -> Array:

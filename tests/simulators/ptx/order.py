@@ -26,7 +26,7 @@ class Fault(AssertionError):
 
 
 class Deadlock(Fault):
-    """Warps wait and nobody can go on."""
+    """Warps wait and nobody can go on, or they go on for ever."""
 
 
 @dataclass(frozen=True)
