@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 QUICK := cpu program runtime models optim cuda/test_elementwise.py test_house.py
 
-.PHONY: train test extended emulate quick lint oracle families site anatomy gpu-check clean
+.PHONY: train test extended emulate quick lint oracle families site anatomy techniques gpu-check clean
 
 # Into a dated folder under runs/, or into OUT; then how the result compares with the README's.
 train: $(VENV)/.installed
@@ -53,6 +53,10 @@ site: $(VENV)/.documented
 # The ladder of a matrix product: its rungs measured in turns, a table and pictures in runs/anatomy. ANATOMY="--size 2000", or --gpu.
 anatomy: $(VENV)/.installed
 	$(BIN)/python -m anatomy $(ANATOMY)
+
+# Every command of docs/techniques.md, and what it must print. TECHNIQUES='"Polar Express"' for some, by name; --part 3/5 for a fifth.
+techniques: $(VENV)/.tested
+	$(BIN)/python -m docs.techniques --check $(TECHNIQUES)
 
 # On a machine with a GPU, with that machine's own python3: PyTorch with CUDA, Triton 3.6, cuda-bindings. docs/cuda.md
 gpu-check:
