@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ def signature(function: Callable[..., Any]) -> str:
 
     given = [p.replace(annotation=bare(p.annotation)) for p in found.parameters.values() if p.name != "self"]
     text = str(found.replace(parameters=given, return_annotation=bare(found.return_annotation)))
+    text = re.sub(r"\b(?:barellm|numpy|collections|typing)\.(?:\w+\.)*", "", text)  # names alone, as in the source
     return text if len(text) <= WIDTH else _broken(text)
 
 
