@@ -75,7 +75,8 @@ def cpu_rungs(options: argparse.Namespace) -> None:
     wanted = numbers(options.rungs, len(RUNGS))
     found = measure.ladder([r for r in RUNGS if r.number in wanted], options.size or CPU_SIZE, options.rounds)
     print(table([list(HEAD), *map(line, found["rungs"])]))
-    draw.staircase(found, options.out / "staircase.svg")
+    if any("flops" in row for row in found["rungs"]):  # else this machine can run none of them
+        draw.staircase(found, options.out / "staircase.svg")
     draw.hierarchy(found, options.out / "memory.svg")
     written(found, options.out / "anatomy.json")
 
