@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
 from math import log
@@ -15,7 +16,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import barellm
 from barellm.checkpoint.weights import parameters
+from barellm.interop import imported
+from barellm.models import preset
+from tests.interop.models import random_arrays, weights_of
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "path"
@@ -109,6 +114,21 @@ def test_a_cache_changes_neither_loss_nor_text(path, losses, capsys):
     assert "the texts are equal" in said and "with a cache 51 positions, without one 1320" in said
 
 
+def test_the_cache_gives_the_text_of_whole_passes(path, tmp_path):
+    """With random weights, as a model writes one character again and again after a few steps."""
+    model = path[11].Config(layers=2, heads=4)
+    config = replace(preset("shakespeare-char"), preset="random", model=model)
+    arrays = random_arrays(model)
+    arrays["wte"][128:] = -arrays["ln_f.bias"]  # ASCII is likelier, so that different tokens are different texts
+    arrays["wte"] *= 0.1
+    arrays["wpe"] *= 5  # positions differ more than characters, so the text is not one character again and again
+    run = imported.save(weights_of(model, arrays), tmp_path / "run", config=config)
+    with barellm.load(run, device="cpu", dtype="fp32") as opened:
+        text, _ = path[11].without_cache(opened)
+        assert len(set(text)) > 5
+        assert opened.generate(path[11].PROMPT, max_new_tokens=path[11].COUNT, temperature=0) == text
+
+
 def test_ours_is_the_shipped_model_and_its_file(path, capsys):
     path[12].FOLDER = path[12].FOLDER / "again"
     path[12].FOLDER.mkdir()
@@ -140,5 +160,6 @@ def test_the_losses_are_those_of_the_page(path, capsys):
     assert found.keys() == said.keys()
     assert all(abs(found[number] - said[number]) < 0.15 for number in said), found
     assert abs(found[2] - found[1]) < 0.1 and found[3] > found[2] + 0.2
-    falling = [found[number] for number in range(3, 11)]
-    assert falling == sorted(falling, reverse=True) and found[10] == found[11] == found[12], found
+    assert all(found[number + 1] < found[number] for number in range(3, 8)), found
+    assert found[9] < found[8] and found[10] < found[9] + 0.02, found  # the end of a run at a constant rate is noisy
+    assert found[10] == found[11] == found[12], found
