@@ -21,7 +21,8 @@ from barellm.data.shards import TokenStream
 from barellm.data.sources import Dataset, prepare
 
 BATCH, SEQ, STEPS = 16, 64, 400
-FOLDER = Path(tempfile.mkdtemp(prefix="path-"))
+_KEPT = tempfile.TemporaryDirectory(prefix="path-")  # until the program ends
+FOLDER = Path(_KEPT.name)
 
 
 @dataclass(frozen=True)
