@@ -99,9 +99,9 @@ def gpu_hierarchy(s: Sheet) -> None:
         s.text(650, y + 21, owner.replace(" (", "\n("), ha="center", colour=SOFT, linespacing=1.2)
     s.note(
         278,
-        "All registers of a multiprocessor together hold as many bytes as its shared memory and L1. On the CPU above they hold 512 "
-        "bytes,\n"
-        "and L1 has 64 times as many. So a GPU can keep far larger tiles of sums in registers.",
+        "All registers of a multiprocessor together hold as many bytes as its shared memory and L1. Those of the CPU core "
+        "above hold 512 bytes,\n"
+        "and its L1 has 64 times as many. So a GPU can keep far larger tiles of sums in registers.",
     )
 
 
