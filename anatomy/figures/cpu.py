@@ -89,7 +89,7 @@ def littles_law(s: Sheet) -> None:
     s.note(312, "Model of a core with two units for multiply-adds, such as most x86-64 processors with AVX2.")
 
 
-@figure("Bytes in flight: Little's law for memory", height=345)
+@figure("Bytes in flight: Little's law for memory", height=355)
 def bytes_in_flight(s: Sheet) -> None:
     found = facts.recorded("anatomy-1000")["levels"]
     names, values = [], []
@@ -97,14 +97,16 @@ def bytes_in_flight(s: Sheet) -> None:
         names.append(f"{name}\n{level['latency_ns']:.1f} ns x {level['bytes_per_s'] / 1e9:.0f} GB/s")
         values.append(models.in_flight(level["latency_ns"] * 1e-9, level["bytes_per_s"]) / 64)
     axes = s.chart(
-        66, 76, 700, 180, title="cache lines of 64 bytes that one core has on their way at once", xlabel="", ylabel="lines"
+        66, 76, 700, 180, title="cache lines of 64 bytes on their way to one core at once, computed", xlabel="", ylabel="lines"
     )
     s.bars(axes, names, values, [PALE[2], PALE[0], PALE[3], PALE[1]])
     s.note(
         296,
         "Latency of a random load times bandwidth of a stream, both measured by one thread. Waiting for one line of memory at "
         "a time\n"
-        "would give 64 bytes in 155 ns, 0.4 GB/s; the prefetcher has some 50 under way and gets 21 GB/s.",
+        "would give 64 bytes in 155 ns, 0.4 GB/s. 21 GB/s were measured, so by Little's law some 50 lines were under way; nobody "
+        "counted\n"
+        "them.",
     )
 
 
@@ -132,7 +134,7 @@ def schedule(loop: list[str], loads: int = 2, fmas: int = 2) -> list[tuple[int, 
     return placed
 
 
-@figure("Ports: which unit does what in each cycle", height=330)
+@figure("Ports: which unit does what in each cycle", height=350)
 def ports(s: Sheet) -> None:
     placed = schedule(facts.inner_loop("shipped", "avx2"))
     units = ["load 0", "load 1", "multiply-add 0", "multiply-add 1", "integer 0", "integer 1", "integer 2", "integer 3"]
@@ -155,7 +157,9 @@ def ports(s: Sheet) -> None:
         f"multiply-adds need\n"
         f"{fmas // 2} cycles at least, the 8 loads only 4: the units for multiply-adds are the bottleneck, which is what a matmul "
         f"should be. With a tile\n"
-        "of 12 x 1 vectors, 13 loads for 12 multiply-adds, the load ports would be.",
+        "of 12 x 1 vectors, 13 loads for 12 multiply-adds, the load ports would be. In cycle 0 only one multiply-add has what it "
+        "needs, so one\n"
+        f"step by itself takes {last}; in the loop the next step's loads come early and fill the gap.",
     )
 
 

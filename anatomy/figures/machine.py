@@ -97,7 +97,12 @@ def gpu_hierarchy(s: Sheet) -> None:
         s.rect(180 - w / 2, y, w, 42, colour, name, edge=LINE, weight="bold")
         s.text(445, y + 21, size, ha="center")
         s.text(650, y + 21, owner.replace(" (", "\n("), ha="center", colour=SOFT, linespacing=1.2)
-    s.note(285, "Registers hold more bytes than L1 here, the other way round than on a CPU: that is where a GPU keeps its sums.")
+    s.note(
+        278,
+        "All registers of a multiprocessor together hold as many bytes as its shared memory and L1. Those of the CPU core "
+        "above hold 512 bytes,\n"
+        "and its L1 has 64 times as many. So a GPU can keep far larger tiles of sums in registers.",
+    )
 
 
 @figure("A cache line is 64 bytes: numbers along a row, and down a column", height=300)

@@ -108,14 +108,15 @@ def tile_order(s: Sheet) -> None:
         tiles = facts.order(kind, rows, cols)
         wave = {tile: t // SMS for t, tile in enumerate(tiles)}
         a, b = facts.patch(kind, rows, cols, SMS)
-        s.text(x, 60, f"{kind}: {a} + {b} strips", weight="bold")
+        nbytes = wave_bytes(kind, rows, cols, 4096, 0)
+        s.text(x, 60, f"{kind}: {a} of A, {b} of B, {nbytes >> 20} MiB", weight="bold")
         s.grid(x, 74, rows, cols, 14.5, 6.6, lambda r, c, wave=wave: [MINT, SKY, SAND, VIOLET][wave[r, c] % 4])
     s.legend(20, 304, [(MINT, "wave 0"), (SKY, "wave 1"), (SAND, "wave 2"), (VIOLET, "wave 3")], step=120)
     s.note(
         322,
-        "4096 x 4096, tiles of 128 x 256, 132 at a time. A strip is 128 rows of A or 256 columns of B; the title counts those of "
-        "wave 0.\n"
-        "Orders are those of the kernels.",
+        "4096 x 4096 x 4096, bf16, tiles of 128 x 256, 132 at a time. A strip is 128 rows of A (1 MiB) or 256 columns of B "
+        "(2 MiB); the\n"
+        "titles count the strips that wave 0 needs, and their bytes. Orders are those of the kernels.",
     )
 
 
@@ -134,6 +135,8 @@ def order_bytes(s: Sheet) -> None:
     values = [sum(wave_bytes(k, rows, cols, depth, w) for w in range(waves)) / waves / 2**20 for k in kinds]
     s.bars(axes, ["row by row", "grouped\n(16 rows)", "Hilbert curve"], values, [ROSE, SKY, MINT], "{:.0f}")
     least = min(2 * depth * (a * TILE[0] + ceil_div(SMS, a) * TILE[1]) for a in range(1, SMS)) / 2**20
+    work = 2 * SMS * TILE[0] * TILE[1] * depth
+    reuse = ", ".join(f"{work / 2**20 / value:.0f}" for value in values)
     s.box(
         515,
         80,
@@ -144,7 +147,12 @@ def order_bytes(s: Sheet) -> None:
         f"not\nstay whole, but blocks of a wave walk\n"
         "the depth together, and share each piece\nwhile it is there.",
     )
-    s.note(312, "Counted from the kernels' own orders, over all full waves. Fewer different strips: less to bring from memory.")
+    s.note(
+        302,
+        f"Counted from the kernels' own orders, over all full waves. A wave does {work / 1e9:.0f} GFLOP: {reuse} FLOP for each "
+        f"byte from memory,\n"
+        "in the order of the bars.",
+    )
 
 
 @figure("A persistent kernel: the next tile's copies begin before the last tile is stored", height=330)

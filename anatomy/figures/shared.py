@@ -170,17 +170,19 @@ def swizzle(s: Sheet) -> None:
     )
 
 
-@figure("Swizzles for rows of 32, 64 and 128 bytes", height=330)
+@figure("Swizzles for rows of 32, 64 and 128 bytes", height=350)
 def swizzle_widths(s: Sheet) -> None:
     for i, width in enumerate((32, 64, 128)):
         x = 20 + 258 * i
         s.text(x, 60, f"rows of {width} bytes", weight="bold")
         chunk_grid(s, x, 76, width, 8, w=30)
-        s.text(x, 248, f"{8 * 8 // (width // 16)} rows in 1 KiB", colour=SOFT)
+        s.text(x, 244, f"{8 * 8 // (width // 16)} rows in 1 KiB", colour=SOFT)
+    s.legend(20, 268, [(SAND, "chunk 1 of a row"), (STONE, "other chunks of even rows"), (PALE[0], "of odd rows")], step=200)
     s.note(
-        268,
-        'Each line is 128 bytes, all 32 banks. "5.1" is chunk 1 of row 5; orange: chunk 1 of each row. Rows of 128 bytes: address\n'
-        "bits 7 to 9 are xored into bits 4 to 6; of 64: bits 7 and 8 into 4 and 5; of 32: bit 7 into bit 4. In each of them "
-        "chunk 1 of\n"
-        "eight neighbouring rows meets all 32 banks.",
+        286,
+        'Each line is 128 bytes, all 32 banks. "5.1" is chunk 1 of row 5. Rows of 128 bytes: address bits 7 to 9 '
+        "are xored\n"
+        "into bits 4 to 6; of 64: bits 7 and 8 into 4 and 5; of 32: bit 7 into bit 4. In each of them chunk 1 of eight "
+        "neighbouring rows\n"
+        "meets all 32 banks.",
     )

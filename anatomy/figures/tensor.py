@@ -45,11 +45,12 @@ def instruction_work(s: Sheet) -> None:
     )
 
 
-@figure("Which thread holds which sum of a tensor-core instruction", height=345)
+@figure("Which thread holds which sum of a tensor-core instruction", height=350)
 def fragments(s: Sheet) -> None:
     held = facts.fragments(16, 16)
     s.text(20, 60, "rows 0 to 15, columns 0 to 15 of the 64 x N sums of HGMMA; the number is the thread", weight="bold", size=10.5)
     s.grid(20, 76, 16, 16, 29, 12.5, lambda r, c: PALE[held[r, c] % 4], lambda r, c: str(held[r, c]), 8.5)
+    s.legend(20, 288, [(PALE[i], f"thread mod 4 = {i}") for i in range(4)])
     s.box(
         510,
         84,
@@ -60,7 +61,7 @@ def fragments(s: Sheet) -> None:
         "same pattern again every 8 columns.\n\nWarps 1 to 3 of the warpgroup have rows\n16 to 63 in the same way.",
     )
     s.note(
-        294,
+        304,
         "From Triton's own linear layout of the results. Pairs of columns are why a thread stores two numbers at a time, and why "
         "stmatrix\n"
         "exists: it collects whole rows of 16 bytes from four threads.",
@@ -152,34 +153,39 @@ def specialization(s: Sheet) -> None:
     )
 
 
-@figure("setmaxnreg: the producer gives its registers to the consumers", height=330)
+@figure("setmaxnreg: the producer gives its registers to the consumers", height=420)
 def register_pool(s: Sheet) -> None:
     row = facts.resources()["persistent"]
     compiled = row["registers"]
     moved = sorted({int(n, 16) for n in re.findall(r"USETMAXREG\S+ (?:UP0, )?(0x[0-9a-f]+)", facts.compiled("persistent")[1])})
-    least, most = 24, 240
+    least, idle, most, wide = moved
     total = 65536
     for y, title, shares in (
         (
             78,
-            f"at the start: {row['threads']} threads, {compiled} registers each",
+            f"as it was launched: {row['threads']} threads, {compiled} registers each",
             [("warpgroup 0", compiled), ("warpgroup 1", compiled), ("warpgroup 2", compiled)],
         ),
-        (170, "in the loops", [("consumer", most), ("consumer", most), ("producer", least)]),
+        (172, "before and behind the loops", [("warpgroup 0", wide), ("warpgroup 1", idle), ("warpgroup 2", idle)]),
+        (266, "in the loops", [("consumer", most), ("consumer", most), ("producer and 3 idle warps", least)]),
     ):
         s.text(20, y - 16, title, weight="bold")
         x, used = 20.0, 0
         for name, count in shares:
             width = 760 * count * 128 / total
-            colour = ROSE if name == "producer" else MINT if name == "consumer" else SKY
+            colour = ROSE if name.startswith("producer") else MINT if name == "consumer" else SKY
             s.rect(x, y, width, 42, colour, f"{name}\n{count} x 128" if width > 80 else str(count), edge=LINE, size=9.5)
+            if width <= 80:
+                s.text(x + width, y + 52, name, ha="right", size=10, colour=SOFT)
             x, used = x + width, used + count * 128
-        s.text(20, y + 56, f"{used:,} of {total:,} registers", colour=SOFT, size=10)
+        s.text(20, y + 52, f"{used:,} of {total:,} registers", colour=SOFT, size=10)
     s.note(
-        246,
-        f"The sums of 64 x 256 of a consumer are 64 KiB, 128 registers of each of its threads. A thread may have 255 at most, "
+        340,
+        f"The sums of 64 x 256 of a consumer are 64 KiB, 128 registers of each of its threads. A thread may name 255 at most, "
         f"and all\n"
-        f"threads of a block start with the same number. setmaxnreg moves them: the kernel asks for {least} and {most}. Its "
-        f"machine code\n"
-        f"names the limits {', '.join(map(str, moved))}: the others are for warps that change their role.",
+        f"threads of a block start with the same number. The kernel asks setmaxnreg for {least} and {most}. Triton adds {wide} for "
+        f"the first\n"
+        f"warpgroup, which runs what stands before and behind the loops, and {idle} for the two that wait meanwhile. Numbers from "
+        f"the\n"
+        f'machine code of the step "persistent".',
     )

@@ -8,6 +8,7 @@ from anatomy.figures.style import (
     BLUE,
     GREEN,
     INK,
+    LILAC,
     LINE,
     MINT,
     PALE,
@@ -158,7 +159,32 @@ def warp_tile(s: Sheet) -> None:
     )
 
 
-@figure("Blocking on a CPU: a tile, a panel, a block", height=300)
+def walk(s: Sheet, y: float) -> None:
+    """A with a block, B with a panel, and C with the tiles that are done, those of the loop's order."""
+    left, cols, block, at = 210, 16, 4, (2, 5)
+    s.text(70, y + 67, "A", weight="bold")
+    s.grid(90, y + 62, 3 * block, 1, 90, 10, lambda r, c: SKY if r == at[0] else SAND if r < block else STONE)
+    s.text(left - 20, y + 28, "B", weight="bold")
+    s.grid(left, y + 8, 1, cols, 20, 44, lambda r, c: MINT if c == at[1] else STONE)
+
+    def tile(r: int, c: int) -> str:
+        return LILAC if (r, c) == at else VIOLET if r < block and (c, r) < at[::-1] else STONE
+
+    s.grid(left, y + 62, 3 * block, cols, 20, 10, tile)
+    s.text(left + 20 * cols + 10, y + 176, "C", weight="bold")
+    s.arrow(left + 20 * (at[1] + 0.5), y + 88, left + 20 * (at[1] + 0.5), y + 102)
+    s.arrow(left + 20 * (at[1] + 1), y + 68, left + 20 * (at[1] + 3), y + 68)
+    s.arrow(left + 6, y + 104, left + 6, y + 140)
+    s.text(
+        left + 20 * cols + 30,
+        y + 90,
+        "1. down the block: the next MR rows of A,\nthe same panel of B (short arrow)\n"
+        "2. to the right: the next panel, the same\nblock (second arrow)\n3. down: the next block, all panels again",
+        linespacing=1.4,
+    )
+
+
+@figure("Blocking on a CPU: a tile, a panel, a block", height=500)
 def cpu_blocking(s: Sheet) -> None:
     isa, n, k, m = X86["avx2"], 3072, 768, 1024
     made = gemm_config.default(isa, "forward", "fp32", n, k, m)
@@ -175,8 +201,9 @@ def cpu_blocking(s: Sheet) -> None:
         s.text(190, y + 18, shape)
         s.text(420, y + 18, f"{nbytes / 1024:,.1f} KiB", ha="right", weight="bold")
         s.text(450, y + 18, use, colour=SOFT)
+    walk(s, 246)
     s.note(
-        246,
+        446,
         f"What the shipped kernel chooses for fp32 on AVX2 by its own function gemm_config.default: {m} rows, {n} columns, a\n"
-        f"depth of {k}. Panels are packed one after the other; tiles of MR rows walk down the block of A.",
+        f"depth of {k}. The picture has fewer tiles than C; light ones are done, the dark one is under way.",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 from anatomy import timelines
@@ -83,18 +84,23 @@ def trace_step(s: Sheet) -> None:
     )
 
 
-@figure("The same step, its last fifth: slices, barriers, and the gap between programs", height=265)
+@figure("The same step, its last fifth: slices, barriers, and the gap between programs", height=285)
 def trace_zoom(s: Sheet) -> None:
     events = timelines.slices("step")
     programs = [e for e in events if e["tid"] == 0 and e["name"] != "step"]
     end = max(e["ts"] + e["dur"] for e in programs)
     bottom = tracks(s, "step", 56, first=0.8 * end, last=end, height=34)
     families(s, bottom + 16)
+    ops = [e for e in events if e["tid"] and e["cat"] != "barrier" and e["ts"] >= 0.8 * end]
+    waits = [e["dur"] for e in events if e["tid"] and e["cat"] == "barrier" and e["ts"] >= 0.8 * end]
+    share = sum(waits) / (sum(waits) + sum(e["dur"] for e in ops))
     s.note(
         bottom + 34,
         "A light slice behind an op is a barrier: this thread has finished and waits for the other one. Grey between slices of "
         "the first\n"
-        "row is Python, which computes the next program's arguments.",
+        "row is Python, which computes the next program's arguments. The slices of the threads here have a median of "
+        f"{median(e['dur'] for e in ops):.1f} us;\n"
+        f"{100 * share:.1f} % of the time of these slices and barriers is at barriers.",
     )
 
 
@@ -104,8 +110,8 @@ def trace_ranks(s: Sheet) -> None:
     families(s, bottom + 16)
     s.note(
         bottom + 34,
-        "Two processes of one thread each, on one clock; other programs use the cores too. Red are exchanges: a rank\n"
-        "waits there until the other has come so far.",
+        "Two processes of one thread each, on one clock. Red are exchanges: a rank waits there until the other has come so far.\n"
+        + between_ranks("ranks"),
     )
 
 
@@ -117,7 +123,20 @@ def trace_gap(s: Sheet) -> None:
         bottom + 34,
         "Rank 0 looks busy all the time: it waits inside an exchange, the long red slice. The cause is on the other rank, which "
         "does nothing at\n"
-        "the beginning of the step.",
+        "the beginning of the step. " + between_ranks("gap"),
+    )
+
+
+def between_ranks(name: str) -> str:
+    """When rank 1 begins its first program, against rank 0, and the longest exchange of both."""
+    events = timelines.slices(name)
+    late = (timelines.waits(events, 1)[0][1] - timelines.waits(events, 0)[0][1]) / 1000
+    longest = [
+        max(e["dur"] for e in events if e["pid"] == pid and e["cat"].startswith(timelines.EXCHANGES)) / 1000 for pid in (1, 2)
+    ]
+    return (
+        f"Rank 1 begins {abs(late):.1f} ms {'after' if late >= 0 else 'before'} rank 0; the longest exchange "
+        f"takes {longest[0]:.1f} ms on rank 0, {longest[1]:.1f} ms on rank 1."
     )
 
 
@@ -125,18 +144,24 @@ def slow(s: Sheet, number: int) -> None:
     bottom = tracks(s, f"slow-{number}", 56, height=30)
     families(s, bottom + 16)
     if number == 3:
-        s.note(bottom + 32, "Two ranks, on one clock.")
+        s.note(bottom + 32, "Two ranks, on one clock. " + between_ranks("slow-3"))
         return
-    step, healthy = (timelines.step_us(timelines.slices(name)) / 1000 for name in (f"slow-{number}", "step"))
-    s.note(bottom + 32, f"This step takes {step:.1f} ms, the healthy one {healthy:.1f} ms.")
+    events, healthy = (timelines.slices(name) for name in (f"slow-{number}", "step"))
+    share, op = timelines.evidence(events, healthy)["kernel"]
+    step, other = (timelines.step_us(e) / 1000 for e in (events, healthy))
+    s.note(
+        bottom + 32,
+        f"This step takes {step:.1f} ms, the healthy one {other:.1f} ms. The op that grew most on all threads, over both blocks:\n"
+        f"{op}, by {share * step:.2f} ms.",
+    )
 
 
-@figure("Slow step 1", height=230)
+@figure("Slow step 1", height=252)
 def slow_1(s: Sheet) -> None:
     slow(s, 1)
 
 
-@figure("Slow step 2", height=230)
+@figure("Slow step 2", height=252)
 def slow_2(s: Sheet) -> None:
     slow(s, 2)
 
@@ -146,11 +171,11 @@ def slow_3(s: Sheet) -> None:
     slow(s, 3)
 
 
-@figure("Slow step 4", height=230)
+@figure("Slow step 4", height=252)
 def slow_4(s: Sheet) -> None:
     slow(s, 4)
 
 
-@figure("Slow step 5", height=230)
+@figure("Slow step 5", height=252)
 def slow_5(s: Sheet) -> None:
     slow(s, 5)

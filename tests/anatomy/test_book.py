@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from anatomy import exercises, kernel_facts, listings, models, page, timelines
-from anatomy.figures import FIGURES
+from anatomy.figures import FIGURES, cuda, schedule
 from anatomy.figures.style import Drawing, collisions
 from barellm.errors import UserError
 from tests.simulators.ptx import fragments
@@ -58,6 +58,24 @@ def test_labels_that_collide_are_named(wrong, message):
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.stem)
 def test_a_chapter_is_filled_with_todays_listings_and_exercises(chapter):
     assert page.filled(chapter) == chapter.read_text(), "python -m anatomy.page brings it up to date"
+
+
+def test_numbers_of_the_text_are_those_of_the_kernels():
+    def said(chapter: str) -> str:
+        return " ".join((page.BOOK / f"{chapter}.md").read_text().split())
+
+    work = 2 * 132 * 128 * 256 * 8192
+    reuse = [work / (sum(schedule.wave_bytes(kind, 64, 32, 8192, w) for w in range(15)) / 15) for kind in ("rows", "grouped")]
+    assert f"that is {reuse[1]:.0f} FLOP" in said("scheduling") and f"row by row it is {reuse[0]:.0f}" in said("scheduling")
+    limits = [cuda.limits(row) for row in kernel_facts.resources().values()]
+    assert len(limits) == 15 and all(row["registers"] == min(row.values()) for row in limits)
+    assert sum(row["registers"] < min(row["threads"], row["shared"]) for row in limits) == 6  # "six of the fifteen steps"
+    row, text = kernel_facts.resources()["persistent"], said("tensor_cores")
+    assert f"{row['threads'] * row['registers']:,} of the 65,536 registers" in text and f"{row['registers']} here" in text
+    assert f"fills {row['shared'] >> 10} of 228 KiB" in text
+    moved = [set(re.findall(r"setmaxnreg\S+\s+(\d+)", kernel_facts.compiled(name)[0])) for name in ("persistent", "shipped")]
+    assert moved == [{"24", "120", "240", "256"}, {"40", "120", "232", "256"}]
+    assert "keeps 24" in text and "consumer gets 240" in text and "asks for 40 and 232" in text
 
 
 # --- what the figures take from kernels ---

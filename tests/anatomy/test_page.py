@@ -102,3 +102,44 @@ def test_dynamic_scheduling_does_every_item_once_and_ends_earlier():
 def test_littles_law():
     assert [models.chains(n, 4, 2) for n in (1, 4, 8, 12)] == [0.125, 0.5, 1, 1]
     assert models.in_flight(100e-9, 64e9) == pytest.approx(6400)
+
+
+def parities(stages: int, steps: int, arrivals: int = 2) -> set[bool]:
+    """Whether each answer of an mbarrier to a parity is that of its count of phases, in every order in which a producer, the copies
+    that it has started (each lands when it likes) and two consumers can go on. `arrivals`: of a phase of empty[s]."""
+    found, seen, ahead = set(), set(), [(0, frozenset(), (0, 0))]  # copies started, copies under way, steps that each consumer did
+
+    def before(step: int, s: int) -> int:
+        """Steps below `step` that use buffer s."""
+        return (step - s + stages - 1) // stages
+
+    while ahead:
+        state = ahead.pop()
+        if state in seen:
+            continue
+        seen.add(state)
+        started, flying, done = state
+
+        def full(s: int, started: int = started, flying: frozenset[int] = flying) -> int:
+            return before(started, s) - sum(i % stages == s for i in flying)
+
+        def passes(completed: int, phase: int) -> bool:
+            found.add((completed & 1 != phase & 1) == (completed > phase))
+            return completed > phase
+
+        if started < steps:
+            s, r = started % stages, started // stages
+            if passes(sum(before(n, s) for n in done) // arrivals, r - 1):
+                ahead.append((started + 1, flying | {started}, done))
+        ahead += [(started, flying - {i}, done) for i in flying]
+        for c, n in enumerate(done):
+            if n < steps and passes(full(n % stages), n // stages):
+                ahead.append((started, flying, (done[0] + (c == 0), done[1] + (c == 1))))
+    assert (steps, frozenset(), (steps, steps)) in seen, "nobody gets stuck"
+    return found
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_one_bit_of_a_phase_is_enough_for_a_ring(stages):
+    assert parities(stages, 3 * stages + 1) == {True}
+    assert parities(stages, 3 * stages + 1, arrivals=1) == {True, False}, "who does not wait for both consumers, is misled"
