@@ -3,6 +3,8 @@
 Types are LLVM's, as text. A vector has `isa.lanes` lanes: `k.vec` of fp32, `k.ivec` of i32. Numbers (Python's) are accepted for
 operands everywhere and become constants of the other operand's type."""
 
+from __future__ import annotations  # in the class `int` and `float` are methods
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
