@@ -92,7 +92,10 @@ def open_base(meta: Mapping[str, Any], origin: Path) -> Weights:
         raise UserError(f"{path} is not there, the weights that {origin} was trained on top of: put them there again")
     weights = open_weights(Path(path))
     if (found := weights.digest()) != known:
-        raise UserError(f"{path} has the hash {found}, expected {known}, that of the weights that {origin} was trained on top of")
+        raise UserError(
+            f"{path} has the hash {found}, expected {known}, that of the weights that {origin} was trained on top of: "
+            "put those there again"
+        )
     return weights
 
 
