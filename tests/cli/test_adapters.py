@@ -311,6 +311,22 @@ def test_peft_s_folder_of_a_run_says_what_opens_its_base(tune, base, tmp_path, c
     assert "transformers" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "named, warned",
+    [("org/Other", True), ("/elsewhere/Other/checkpoints/step-000002", True), ("org/RUN", False), (None, False), ("itself", False)],
+)
+def test_a_peft_adapter_of_a_base_with_another_name_is_warned_of(tune, base, tmp_path, capsys, named, warned):
+    """Of equal shapes no tensor tells."""
+    assert main(["export", str(tune(*LORA)), "--format", "peft", "--out", str(tmp_path / "peft")]) == 0
+    file = tmp_path / "peft" / "adapter_config.json"
+    if named != "itself":
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": named}))
+    capsys.readouterr()
+    with_adapter(open_weights(base), tmp_path / "peft")
+    expected = f"barellm: warning: {tmp_path / 'peft'} names {named} as its base, and is laid over {step_of(base)}\n"
+    assert capsys.readouterr().err == (expected if warned else "")
+
+
 def test_formats_of_a_frozen_base_and_their_groups(tune, refused, base):
     for found in ("int8", "int4/32", "nf4/128", "bf16"):
         assert AdapterConfig("lora", base=found).base == found
