@@ -28,7 +28,7 @@ def examples(source: str) -> Iterator[dict[str, str]]:
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         raise SystemExit("usage: python examples/docstrings.py FILE.jsonl")
     root, found = Path(sysconfig.get_path("stdlib")), {}
     warnings.simplefilter("ignore", SyntaxWarning)

@@ -16,6 +16,7 @@ from pathlib import Path
 import barellm
 
 UNITS = {"mm": -3, "cm": -2, "m": 0, "km": 3}, {"mg": -3, "g": 0, "kg": 3}, {"ml": -3, "cl": -2, "l": 0}  # powers of ten
+USAGE = "usage: python examples/units.py data FILE | accuracy FILE BASE [ADAPTER ...]"
 COUNT, HELD_BACK = 6000, 0.1
 
 
@@ -48,11 +49,18 @@ def accuracy(model: barellm.Model, rows: list[dict[str, str]]) -> float:
 
 
 def main() -> None:
-    what, path, *folders = sys.argv[1:]
-    if what == "data":
-        write(Path(path))
-        return
-    base, *adapters = folders
+    match sys.argv[1:]:
+        case ["data", path]:
+            write(Path(path))
+            return
+        case ["accuracy", path, base, *adapters]:
+            if not Path(path).is_file():
+                sys.exit(f"{path} is no file, expected the one that `data` wrote: {USAGE}")
+        case ["-h" | "--help"]:
+            print(USAGE)
+            return
+        case _:
+            sys.exit(USAGE)
     model = barellm.load(base, adapters={name: name for name in adapters})
     rows = held_back(Path(path))
     for name in (None, *adapters):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import runpy
 import shlex
 import sys
 from importlib import import_module
@@ -59,6 +60,22 @@ def test_python_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     finally:
         REGISTRY.entries.clear()
         REGISTRY.entries.update(before)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["units.py", "units.py --help", "units.py -h", "units.py data", "units.py accuracy gone.jsonl base", "docstrings.py --help"],
+)
+def test_an_example_with_other_arguments_says_its_usage(words, tmp_path, monkeypatch, capsys):
+    """On one line, and nothing is written."""
+    name, *arguments = words.split()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        raise SystemExit(capsys.readouterr().out)
+    assert f"usage: python examples/{name} " in str(ended.value) and str(ended.value).strip().count("\n") == 0
+    assert not list(tmp_path.iterdir())
 
 
 def run_notebook(name: str, change: dict[str, str] | None = None) -> dict[str, object]:

@@ -128,12 +128,16 @@ def _show(args: argparse.Namespace) -> int:
     """Print examples as the model sees them, with what is trained marked."""
     import numpy as np
 
-    from barellm.data import forms, sources
+    from barellm.data import files, forms, reading, sources
     from barellm.training.console import show
 
     if len(args.source) > 1 or args.show < 0:
         raise UserError(f"--show is {args.show}, of {len(args.source)} sources, expected at least 1 example of one source")
     if not forms.example_files(name := args.source[0]):
+        for path in [] if name == "stdlib" else files.named(name):
+            for inside in sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]:
+                if reading.format_of(inside, layout := reading.Layout()) != "text":
+                    next(reading.documents(reading.blocks(inside, layout)), None)  # refuses a record that has no text either
         raise UserError(f"--show is for examples of prompts and answers, and {name} is a text: all of its tokens are trained")
     data = sources.prepare(DataConfig(source=name, tokenizer=args.tokenizer, bpe_vocab=args.vocab), whole=True)
     assert data.examples is not None

@@ -20,7 +20,7 @@ from barellm.training.console import Console
 def configure(parser: options.Parser) -> None:
     training, output = help.group(parser, "training"), help.group(parser, "output")
     options.add(training, "--resume", "resume the run in --out; from its newest complete checkpoint")
-    options.add_device(training, "auto, cpu, cuda or reference (NumPy, small models only)", "auto")
+    options.add_device(training, "auto, cpu, cuda or reference; that is NumPy, for small models", "auto")
     options.add(training, "--ranks N",
         "data-parallel training (ZeRO-1) with N processes; of this machine (docs/ranks.md)", type=int)  # fmt: skip
     options.add(help.Rare(training), "--find-lr",

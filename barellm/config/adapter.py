@@ -19,7 +19,7 @@ def _method(key: str, found: str, config: Any) -> str | None:
     kind, colon, rank = found.partition(":")
     if not found or (kind == "lora" and (not colon or (rank.isdecimal() and len(rank) < 5 and 1 <= int(rank) <= MOST_RANK))):
         return None
-    return f"{key} is {found!r}, expected lora:RANK with a rank from 1 to {MOST_RANK}, as lora:16"
+    return f"{key} (--adapt) is {found!r}, expected lora:RANK with a rank from 1 to {MOST_RANK}, as lora:16"
 
 
 def _base(key: str, found: str, config: Any) -> str | None:
@@ -34,7 +34,7 @@ class AdapterConfig(Section, section="adapter"):
     """Low-rank adapters (LoRA, Hu et al. 2021), or parameters that are trained in full. All other weights are frozen: they have no
     gradient and no optimizer state."""
 
-    method: str = value("", "lora:RANK, as lora:16: low-rank adapters (LoRA) of frozen weights; empty: none", check=_method)
+    method: str = value("", "lora:16: train low-rank adapters (LoRA) of rank 16; all else is frozen; empty: none", check=_method)
     alpha: float = above(0, 8.0, "of LoRA: what it adds is times alpha / rank")
     rslora: bool = value(False, "rank-stabilized LoRA: times alpha / sqrt(rank) instead")
     dropout: float = below_one(0.0, "of LoRA: dropout rate of what adapters read, in training")
@@ -47,9 +47,12 @@ class AdapterConfig(Section, section="adapter"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.method and self.train_only:
-            raise UserError(f"adapter.method is {self.method!r} and adapter.train_only {self.train_only!r}, expected one of them")
+            raise UserError(f"--adapt is {self.method!r} and --train-only {self.train_only!r}, expected one of them")
         if self.base != "auto" and not self.active:
-            raise UserError(f"adapter.base is {self.base!r}, and nothing is frozen: expected adapter.method or adapter.train_only")
+            raise UserError(f"adapter.base is {self.base!r}, and nothing is frozen: add --adapt lora:16 or --train-only NAMES")
+        for name in ("alpha", "rslora", "dropout", "targets"):  # without a rank they would be ignored, and all weights trained
+            if not self.method and (found := getattr(self, name)) != getattr(AdapterConfig, name):
+                raise UserError(f"adapter.{name} is {found!r}, and no adapter is asked for: add --adapt lora:16")
 
     @property
     def active(self) -> bool:

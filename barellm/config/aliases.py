@@ -38,6 +38,8 @@ FORMATS = {"hf": "huggingface", "safetensors": "huggingface", "llama.cpp": "gguf
 
 # Keys as other trainers call them.
 _KEYS = {
+    "adapter.alpha": "lora_alpha", "adapter.dropout": "lora_dropout", "adapter.rslora": "use_rslora",
+    "adapter.targets": "target_modules lora_target_modules",
     "model.d_ff": "d_ff intermediate_size ffn_hidden_size n_inner", "model.d_model": "n_embd hidden_size dim embed_dim n_embed",
     "model.dropout": "dropout", "model.head_dim": "head_dim", "model.heads": "n_head n_heads num_heads num_attention_heads",
     "model.kv_heads": "n_kv_heads n_kv_head num_key_value_heads",
@@ -82,6 +84,8 @@ INSTEAD = {
     "assistant_only_loss": "no need for it: of messages the assistant's alone have a loss",
     "completion_only_loss": "no need for it: answers have a loss, prompts have none",
     "compile": "no need for it: every kernel is compiled", "torch_compile": "no need for it: every kernel is compiled",
+    "use_dora": "no DoRA: --adapt lora:RANK is LoRA, --adapter.rslora its other scale", "r": "--adapt lora:RANK",
+    "adapter.rank": "--adapt lora:RANK", "modules_to_save": "--train-only NAMES, without adapters",
     "config_file": "--config FILE", "dataset_text_field": "prepare --field NAME, which makes shards of the texts",
     "ddp": "--ranks N, data-parallel training with N processes",
     "deepspeed": "--ranks N, whose processes share the optimizer's state (ZeRO-1)",
@@ -103,6 +107,7 @@ INSTEAD = {
     "use_peft": "--adapt lora:RANK", "decay_lr": "--schedule constant or cosine", "val_size": "--data.val_fraction F",
     "eval_size": "--data.val_fraction F", "wandb": "--train.track wandb", "warmup_ratio": "--warmup N, which counts steps",
 }  # fmt: skip
+FROZEN = {"load_in_4bit": "nf4", "load_in_8bit": "int8"}  # in commands that train
 
 
 def renamed(names: Iterable[str]) -> str:
@@ -125,9 +130,11 @@ def aliases_of(options: Iterable[str]) -> dict[str, str]:
     return {alias: option for alias, option in spellings.items() if alias not in known}
 
 
-def instead(option: str) -> str:
-    """What does here what an option of another program does there, or ""."""
+def instead(option: str, known: Iterable[str] = ("--adapter.base",)) -> str:
+    """What does, in a command with the options `known` (default: train), what an option of another program does there, or ""."""
     name = option.lstrip("-").replace("-", "_")
+    if name in FROZEN and "--adapter.base" in known:
+        return f"--adapter.base {FROZEN[name]}, with --adapt lora:RANK"
     return INSTEAD.get(name) or INSTEAD.get(name.partition("_")[0], "")
 
 

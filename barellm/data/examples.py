@@ -18,12 +18,13 @@ from barellm.errors import UserError
 @dataclass(frozen=True)
 class Examples:
     """The tokens of all examples, concatenated (tokens,); `answer` marks the targets; example i is [begins[i], begins[i + 1]), and
-    its answers have text_bytes[i] bytes of text."""
+    its answers have text_bytes[i] bytes of text. `talks`: some were messages."""
 
     tokens: np.ndarray
     answer: np.ndarray
     begins: np.ndarray
     text_bytes: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    talks: bool = False
 
     def __len__(self) -> int:
         return len(self.begins) - 1
@@ -31,7 +32,7 @@ class Examples:
     def slice(self, start: int, stop: int) -> Examples:
         lo, hi = self.begins[start], self.begins[stop]
         begins = self.begins[start : stop + 1] - lo
-        return Examples(self.tokens[lo:hi], self.answer[lo:hi], begins, self.text_bytes[start:stop])
+        return Examples(self.tokens[lo:hi], self.answer[lo:hi], begins, self.text_bytes[start:stop], self.talks)
 
     def prompt(self) -> list[int]:
         """The first example up to its first answer."""
@@ -64,7 +65,8 @@ def encode_examples(found: list[forms.Example], tokenizer: tokenizers.Tokenizer)
             )
         sizes.append(len(counted))
     text_bytes = [sum(len(text.encode()) for text, answers in one.parts if answers) for one in found]
-    return Examples(np.concatenate(tokens), np.concatenate(answer), np.cumsum([0, *sizes]), np.array(text_bytes, np.int64))
+    talked, sums = any(one.conversation for one in found), np.cumsum([0, *sizes])
+    return Examples(np.concatenate(tokens), np.concatenate(answer), sums, np.array(text_bytes, np.int64), talked)
 
 
 class Packed:

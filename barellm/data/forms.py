@@ -25,7 +25,7 @@ TALKS = ("messages", "conversations")  # keys of a list of messages
 TASK = "Below is an instruction that describes a task"
 WITH_INPUT = ", paired with an input that provides further context"
 REQUEST = ". Write a response that appropriately completes the request.\n\n### Instruction:\n"
-EXPECTED = "texts named prompt and answer (or completion), messages, conversations (ShareGPT), or instruction and output (Alpaca)"
+EXPECTED = f"texts named {records.EXAMPLES}"
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,9 @@ SPACE = re.compile(r"[ \t\r\n]*")
 CUT_END = 16  # a parse error so near the buffer's end may be a cut escape or word, of up to 12 characters (\ud83d\ude00)
 
 
+EXAMPLES = "prompt and answer (or completion), messages, conversations (ShareGPT), or instruction and output (Alpaca)"
+
+
 def preferences(record: dict) -> str:
     hint = "; there is no training on preferences (DPO): the chosen text may be the answer to a prompt"
     return hint if record.keys() >= {"chosen", "rejected"} else ""
@@ -67,6 +70,7 @@ def _text(where: str, record: Any, field: str) -> str:
             hint = preferences(record) or (
                 f"; only a list that is the whole file holds records, not {nested[0]!r}" if nested else ""
             )
+            hint = hint or (f"; expected text, or {EXAMPLES}" if field == "text" else "")
         raise UserError(f"{where} has no text in a field {field!r}, it has: {fields}{hint}")
     need_characters(text, where)
     return text

@@ -65,6 +65,14 @@ class Dataset:
         """The ids that a sample goes on from."""
         return [self.tokenizer.start] if self.examples is None else self.examples[1].prompt()
 
+    @property
+    def prompt_text(self) -> str | None:
+        """The text of a prompt of the examples, "" where they are messages; None: there are no examples."""
+        if self.examples is None or self.examples[1].talks:
+            return None if self.examples is None else ""
+        ids = self.prompt
+        return self.tokenizer.decode(ids[ids[0] == self.tokenizer.conventions.begin :])
+
     @cached_property
     def byte_lengths(self) -> np.ndarray | None:
         """Bytes of text per token id, (vocab_size,); None if unknown (shards may have no tokenizer). For a tokenizer that

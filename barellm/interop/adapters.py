@@ -101,7 +101,11 @@ def open_adapter(path: Path, base: Weights) -> Adapter:
     if known is None:
         raise UserError(f"{step} holds all weights of a model, expected an adapter")
     if (found := base.digest()) != known:
-        raise UserError(f"{step} was trained on top of weights with the hash {known}, {base.path} has {found}")
+        theirs = meta["base"].get("path")
+        raise UserError(
+            f"{step} was trained on top of {theirs}, with the hash {known}, and {base.path} has {found}: name {theirs} with this "
+            f"adapter, or {path} alone, without --adapter"
+        )
     return of_checkpoint(step, base.model)
 
 
@@ -147,9 +151,11 @@ def continued(base: Weights, adapter: Adapter, config: Config, changes: Mapping[
     combined = replace(adapted, **{key: value for key, value in requested.items() if (key, value) != ("method", "lora")})
     same_modules = set(targeted(base.model, combined.targets)) == set(adapter.pairs)
     if combined.rank != rank or not isclose(combined.scale, scale) or not same_modules:
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in requested.items()}
+        typed = " ".join(f"--adapter.{key} {text}" for key, text in texts.items()).replace("--adapter.method", "--adapt")
         raise UserError(
-            f"{adapter.path} is an adapter of rank {rank} times {scale:g} on {options['targets']}, the command line says "
-            f"{requested}: leave that out, or begin with what barellm export --merge makes of it"
+            f"{adapter.path} is an adapter of rank {rank}, scale {scale:g}, on {options['targets']}, and the command line asks for "
+            f"another by {typed}: say --adapt lora alone, or begin with what barellm export --merge makes of it"
         )
     trained: dict[str, np.ndarray] = {}
     for m in targeted(base.model, adapted.targets):

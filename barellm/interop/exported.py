@@ -1,5 +1,6 @@
 """The formats to which a checkpoint may be exported, and the checks before."""
 
+import shlex
 from pathlib import Path
 
 from barellm import models
@@ -78,15 +79,21 @@ def _adapter(source: Path, out: Path, *, licence: str | None, merge: bool) -> li
     """Export the adapter of a run as a PEFT folder."""
     if merge or licence is not None:
         raise UserError(f"--format {PEFT} is the adapter alone: leave out {'--merge' if merge else '--license'}")
-    step, _ = checkpoint.find(source, optimizer=False)
-    meta = checkpoint.read_meta(step)
+    others = source.exists() and not checkpoint.holds_any(source)  # another program's file or folder
+    step, _ = (source, []) if others else checkpoint.find(source, optimizer=False)
+    if others or "base" not in (meta := checkpoint.read_meta(step)):
+        raise UserError(f"{step} has no adapter of barellm's, expected a run that trained one")
     config = overrides.from_json(meta["config"], step / checkpoint.META)
-    if "base" not in meta:
-        raise UserError(f"{step} holds all weights of a model, expected a run that trained an adapter")
     out.parent.mkdir(parents=True, exist_ok=True)
     found = adapters.of_checkpoint(step, config.model)
-    names = adapters.write(found, out, config=config, base=meta["base"]["path"])
-    return [f"{out}: {', '.join(names)}, {len(found.pairs)} modules, of the base {meta['base']['path']}"]
+    base = meta["base"]["path"]
+    names = adapters.write(found, out, config=config, base=base)
+    lines = [f"{out}: {', '.join(names)}, {len(found.pairs)} modules, of the base {base}"]
+    if not huggingface.is_folder(Path(base)):
+        opened = f"""PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base-hf"), "{out}")"""
+        lines.append("which transformers cannot open (AutoPeftModelForCausalLM would try): make a folder of it, and name both")
+        lines += [f"         barellm export {shlex.quote(base)} --format huggingface --out base-hf", f"         {opened}"]
+    return lines
 
 
 def _training(weights: Weights, out: Path, *, dtype: str) -> list[str]:

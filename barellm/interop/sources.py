@@ -79,6 +79,11 @@ def starting_weights(config: Config, changes: Mapping[str, Any], start: Any = No
 
 def with_adapter(weights: Weights, path: str | Path) -> Weights:
     """Weights with the adapter of a run or of PEFT that was trained on top of them; as they are where `path` is empty."""
+    if path and (Path(path) / adapters.CONFIG).is_file():  # which has no hash of its base, as runs have, but a name
+        named = str(checkpoint.read_json(Path(path) / adapters.CONFIG).get("base_model_name_or_path") or "")
+        names = [part for part in Path(named).parts if part != "checkpoints" and not part.startswith("step-")]
+        if names and names[-1].lower() not in str(weights.path.resolve()).lower():
+            print(f"barellm: warning: {path} names {named} as its base, and is laid over {weights.path}", file=sys.stderr)
     return adapters.merged(weights, adapters.open_adapter(Path(path), weights)) if path else weights
 
 
@@ -92,7 +97,10 @@ def open_base(meta: Mapping[str, Any], origin: Path) -> Weights:
         raise UserError(f"{path} is not there, the weights that {origin} was trained on top of: put them there again")
     weights = open_weights(Path(path))
     if (found := weights.digest()) != known:
-        raise UserError(f"{path} has the hash {found}, expected {known}, that of the weights that {origin} was trained on top of")
+        raise UserError(
+            f"{path} has the hash {found}, expected {known}, that of the weights that {origin} was trained on top of: "
+            "put those there again"
+        )
     return weights
 
 

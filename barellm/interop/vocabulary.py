@@ -104,7 +104,9 @@ def files(tokenizer: Tokenizer, max_seq: int) -> dict[str, bytes]:
         except UserError:
             return {}
         names = [END_OF_TEXT if i == tokenizer.eot else _printed(token) for i, token in enumerate(tokens)]
-        settings = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+        # Without add_bos_token transformers puts nothing before a prompt, and answers it otherwise than the model was trained.
+        settings = {"add_bos_token": tokenizer.conventions.begin is not None}
+        settings |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
         written = {
             IDS: json.dumps({name: i for i, name in enumerate(names)}, ensure_ascii=False).encode(),
             MERGES: "\n".join(["#version: 0.2", *_lines(tokens), ""]).encode(),

@@ -111,7 +111,7 @@ def declare(p: Program, model: ModelConfig, adapter: AdapterConfig) -> None:
     if not rank:
         if not store.trainable:
             hint = nearest(adapter.train_only, [t.name for t in store.of_role("parameter")])
-            raise UserError(f"adapter.train_only {adapter.train_only!r} matches no parameter{hint} (barellm plan --map lists them)")
+            raise UserError(f"--train-only {adapter.train_only!r} matches no parameter{hint} (barellm plan --map lists them)")
         return
     by_weight: dict[str, list[Module]] = {}
     for m in targeted(model, adapter.targets):

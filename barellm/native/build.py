@@ -73,7 +73,7 @@ def check(run: Run) -> None:
     if model_schedule(config) is not None:
         raise UserError(f"runs of {config.preset!r} have stages, expected a preset whose steps are all alike")
     for key, value, expected in (
-        ("adapter.method", config.adapter.method, ADAPTED), ("adapter.train_only", config.adapter.train_only, ADAPTED),
+        ("--adapt", config.adapter.method, ADAPTED), ("--train-only", config.adapter.train_only, ADAPTED),
         ("train.minutes", config.train.minutes, "0: say --train.minutes 0 and --steps N"),
         ("train.epochs", config.train.epochs, "0: say --steps N"), ("optim.skip_loss_z", config.optim.skip_loss_z, "0"),
         ("optim.skip_norm_z", config.optim.skip_norm_z, "0"),

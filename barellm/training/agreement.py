@@ -24,8 +24,8 @@ def check(config: Config, *, device: str, ranks: Ranks) -> None:
         ("the preset", config.preset if model_schedule(config) is not None else "", "one whose steps are all alike"),
     ):  # fmt: skip
         if found and adapter.active:
-            key = "method" if adapter.method else "train_only"
-            raise UserError(f"adapter.{key} is {getattr(adapter, key)!r}, and {what} is {found}: expected {expected}")
+            option = f"--adapt is {adapter.method!r}" if adapter.method else f"--train-only is {adapter.train_only!r}"
+            raise UserError(f"{option}, and {what} is {found}: expected {expected}")
     if config.optim.powersgd and device == "cuda":
         raise UserError(f"optim.powersgd is {config.optim.powersgd}, and --device is cuda: expected 0, for now")
     if ranks.count == 1:

@@ -18,6 +18,7 @@ from barellm.training.loop import Loop
 from barellm.training.trackers import Tracking
 
 FINAL_SAMPLES, FINAL_SHOWN = 6, 2
+LEAST_ZIPPED = 1000  # bytes of text of which the rate of gzip says something: it writes 18 besides
 
 
 class Output:
@@ -100,7 +101,7 @@ class Output:
         except OSError as error:  # the weights are safe; a picture is not worth the report
             say(f"warning: no curve in {image}: {error.strerror}")
         loop.record(row)
-        for line in report.closing(row, self.folder, self.config, answers=self.data.examples is not None):
+        for line in report.closing(row, self.folder, self.config, prompt_text=self.data.prompt_text):
             say(line)
 
     def _result(self, loop: Loop, result: validation.Result, texts: list[str], *, seconds: float) -> dict[str, Any]:
@@ -111,7 +112,7 @@ class Output:
         }  # fmt: skip
         if result.bytes:
             text = self.run.final_evaluator.text(self.data.tokenizer)
-            final["gzip_bits_per_byte"] = gzip_bits_per_byte(text)
+            final |= {"gzip_bits_per_byte": gzip_bits_per_byte(text)} if len(text) >= LEAST_ZIPPED else {}
         if self.config.data.source == "stdlib":
             final["tokenize_share"], final["tokenize_lines"] = python_share("\n".join(texts))
             final["tokenize_share_of_validation"], _ = python_share(text.decode("utf-8", "replace")[: 1 << 18])

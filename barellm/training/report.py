@@ -11,6 +11,7 @@ from barellm import __version__, models
 from barellm.assembly.build import CompiledModel
 from barellm.config import Config, OptimConfig
 from barellm.data import examples, sources
+from barellm.errors import visible
 from barellm.models.adapters import targeted
 from barellm.models.training_schedule import model_schedule
 from barellm.training.batch_rampup import BatchRampup
@@ -19,6 +20,7 @@ from barellm.training.console import duration, in_words, short
 FEW_WINDOWS = 8  # a loss over fewer windows than these says little
 LONG_S = 30 * 86400.0  # a run of a month is rarely meant
 MIB = 1 << 20
+LONGEST_PROMPT = 60  # characters of the prompt in a command to try
 
 
 def header(compiled: CompiledModel, data: sources.Dataset, folder: Path) -> list[str]:
@@ -59,7 +61,7 @@ def _adapter(compiled: CompiledModel) -> list[str]:
     what = f"parameters {adapter.train_only}"
     if adapter.method:
         leaves = ", ".join(dict.fromkeys(m.leaf for m in targeted(compiled.config.model, adapter.targets)))
-        what = f"LoRA of rank {adapter.rank} times {adapter.scale:.4g} on {leaves}"
+        what = f"LoRA of rank {adapter.rank}, scale {adapter.scale:.4g}, on {leaves}"
     frozen = adapter.codes or store.frozen_dtype or "fp32"
     return [f"adapter  {short(store.counts[1])} trained: {what}; all else is frozen, matrices in {frozen}"]
 
@@ -182,8 +184,9 @@ def few_windows(windows: int, seq: int, key: str) -> str:
     return f"warning: validation has {several} of {seq} tokens, so its loss is noisy: more text, or a larger {key}"
 
 
-def closing(result: dict[str, Any], folder: Path, config: Config, *, answers: bool = False) -> list[str]:
-    """The report at the end of a run: loss, time, files, and commands to try next. `answers`: it was fine-tuned on examples."""
+def closing(result: dict[str, Any], folder: Path, config: Config, *, prompt_text: str | None = None) -> list[str]:
+    """The report at the end of a run: loss, time, files, and commands to try next. `prompt_text`: of one on examples, a prompt of
+    theirs, or "" where they are messages."""
     nats, bits = result["val_nats"], result["val_bits_per_byte"]
     loss = f"{nats:.4f} nats per token (perplexity {perplexity(nats)})"
     lines = ["", f"done     {result['steps']:,} steps in {duration(result['seconds'])}, {result['tokens_per_s']:,.0f} tokens/s"]
@@ -193,8 +196,8 @@ def closing(result: dict[str, Any], folder: Path, config: Config, *, answers: bo
         lines.append(f"loss     {loss} on validation tokens")
     else:
         lines.append(f"loss     {loss}, {bits:.3f} bits per byte")
-        gzip = f"gzip -9: {result['gzip_bits_per_byte']:.3f} bits per byte"
-        lines.append(f"         on {result['val_bytes']:,} bytes of validation text; {gzip}")
+        gzip = f"; gzip -9: {zipped:.3f} bits per byte" if (zipped := result.get("gzip_bits_per_byte")) else ""
+        lines.append(f"         on {result['val_bytes']:,} bytes of validation text{gzip}")
     if "tokenize_share" in result:
         lines.append(
             f"python   {result['tokenize_share']:.0%} of {result['tokenize_lines']} sampled lines parse, "
@@ -202,7 +205,11 @@ def closing(result: dict[str, Any], folder: Path, config: Config, *, answers: bo
         )
     run = shlex.quote(str(folder)) + models.option(config.model)
     prompt = ' --prompt "def main("' if config.data.source == "stdlib" else ' --prompt "..."'
-    try_it = (f"chat {run}", f"eval {run}") if answers else (f"sample {run}{prompt}", f"eval {run} --data FILE --split all")
+    try_it = (f"sample {run}{prompt}", f"eval {run} --data FILE --split all")
+    if prompt_text is not None:
+        short = prompt_text if len(prompt_text) <= LONGEST_PROMPT else f"{prompt_text[:LONGEST_PROMPT]}..."
+        words = shlex.quote(visible(short.replace("\\", r"\\").replace("\n", r"\n")))
+        try_it = (f"sample {run} --prompt {words} --temperature 0" if prompt_text else f"chat {run}", f"eval {run}")
     return [
         *lines, f"saved    {result['checkpoint']}", f"         {folder} has metrics.jsonl, loss.png and config.json too",
         f"next     barellm {try_it[0]}", f"         barellm {try_it[1]}",

@@ -97,8 +97,8 @@ class Run(Inputs):
         if not adapter.active:
             return {}
         if self.weights is None:
-            key = "adapter.method" if adapter.method else "adapter.train_only"
-            raise UserError(f"{key} freezes weights, and none are given: name them with --init-from")
+            option = "--adapt" if adapter.method else "--train-only"
+            raise UserError(f"{option} freezes weights, and none are given: name them with --init-from")
         return {"path": str(self.weights.path.resolve()), "hash": self.weights.digest()}
 
     def _train(self, folder: RunFolder, compiled: CompiledModel, stop: Stopping) -> int:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import barellm
+from barellm import models
 from barellm.checkpoint import checkpoint, tensorfile
 from barellm.cli.main import main
-from barellm.config import AdapterConfig
+from barellm.config import AdapterConfig, overrides
 from barellm.errors import UserError
 from barellm.interop.sources import open_weights, with_adapter
 from barellm.program import quantization
@@ -170,10 +171,13 @@ def test_an_adapter_goes_on_being_trained(tune, base, tmp_path, kind, refused, c
     start = ("train", "llama-15m", "--init-from", source, "--data", base.parent / "text.txt", "--device", "reference")
     for words in (
         ("--adapt", "lora:4"),
-        ("--adapt", "lora", "--adapter.alpha", "3"),
+        ("--adapt", "lora", "--adapter.alpha", "3.0", "--adapter.rslora", "true"),
         ("--adapt", "lora", "--adapter.targets", "q_proj"),
     ):
-        assert f"of rank 3 times {2 / 3:g} on q_proj,down_proj" in refused(*start, *words, "--out", tmp_path / "no")
+        said = refused(*start, *words, "--out", tmp_path / "no")
+        assert (
+            f"of rank 3, scale {2 / 3:g}, on q_proj,down_proj, and the command line asks for another by {' '.join(words)}: " in said
+        )
 
 
 def test_adapters_of_several_ranks_and_whole_parameters_do_not_go_on(tune, tmp_path, refused, base):
@@ -217,9 +221,16 @@ def test_mistakes_are_one_line_and_cost_nothing(tune, base, refused, tmp_path):
     assert "optim.powersgd is 2: expected 0" in refused(*start, "--adapt", "lora", "--optim.powersgd", "2")
     assert "export it as peft, or add --merge" in refused("export", run, "--format", "hf", "--out", out)
     assert "leave out --merge" in refused("export", base, "--format", "hf", "--merge", "--out", out)
-    assert "expected a run that trained an adapter" in refused("export", base, "--format", "peft", "--out", out)
+    folder = tmp_path / "base-hf"
+    assert main(["export", str(base), "--format", "hf", "--out", str(folder)]) == 0
+    for path, named in (base, step_of(base)), (folder, folder):
+        assert f"{named} has no adapter of barellm's, expected a run" in refused("export", path, "--format", "peft", "--out", out)
     other = tune("--steps", "1", out="other")  # of the same sizes, with other weights
-    assert "was trained on top of weights with the hash" in refused("eval", other, "--adapter", run, "--device", "reference")
+    said = refused("eval", other, "--adapter", run, "--device", "reference")
+    assert (
+        f"was trained on top of {step_of(base)}, with the hash " in said
+        and f"name {step_of(base)} with this adapter, or {run}" in said
+    )
     assert "holds all weights" in refused("eval", base, "--adapter", other, "--device", "reference")
     assert not (tmp_path / "no").exists()
 
@@ -269,8 +280,51 @@ def test_what_an_adapter_adds_is_times_alpha_over_rank_or_its_root():
     assert AdapterConfig("lora:4", alpha=0.5).scale == 0.125 and AdapterConfig("lora:4", alpha=0.5, rslora=True).scale == 0.25
     assert (AdapterConfig("lora").rank, AdapterConfig("lora").scale, AdapterConfig().rank) == (8, 1.0, 0)
     for found in ("lora:", "lora:0", "lora:1025", "lora:x", "dora:4"):
-        with pytest.raises(UserError, match=rf"adapter.method is '{found}', expected lora:RANK"):
+        with pytest.raises(UserError, match=rf"adapter.method \(--adapt\) is '{found}', expected lora:RANK"):
             AdapterConfig(found)
+
+
+@pytest.mark.parametrize("name, found", [("targets", "q_proj"), ("alpha", 16.0), ("dropout", 0.1), ("rslora", True)])
+def test_options_of_adapters_need_an_adapter(name, found, base, refused):
+    """Else they would be ignored, and all weights trained. Defaults, which saved configurations have, are taken."""
+    given = str(found).lower()
+    said = refused("train", "llama-15m", "--init-from", base, f"--adapter.{name}", given)
+    assert said == f"adapter.{name} is {found!r}, and no adapter is asked for: add --adapt lora:16"
+    with pytest.raises(UserError, match=f"adapter.{name} is .*: add --adapt"):
+        AdapterConfig(train_only="norm.weight", **{name: found})
+    assert getattr(AdapterConfig("lora:16", **{name: found}), name) == found
+    assert overrides.from_json(overrides.to_json(models.preset("llama-15m"))).adapter == AdapterConfig()
+
+
+def test_peft_s_folder_of_a_run_says_what_opens_its_base(tune, base, tmp_path, capsys):
+    run, folder, out = tune(*LORA), tmp_path / "base-hf", tmp_path / "a peft"
+    capsys.readouterr()
+    assert main(["export", str(run), "--format", "peft", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    command = next(line.split() for line in said.splitlines() if "barellm export" in line)
+    assert f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base-hf"), "{out}")' in said
+    assert command[:3] == ["barellm", "export", str(step_of(base))] and command[-1] == "base-hf"
+    assert main([*command[1:-1], str(folder)]) == 0 and open_weights(folder).digest() == open_weights(base).digest()
+    over = tune(*LORA, "--init-from", str(folder), "--data.tokenizer", "bytes", out="over")  # a base that transformers opens
+    capsys.readouterr()
+    assert main(["export", str(over), "--format", "peft", "--out", str(tmp_path / "two")]) == 0
+    assert "transformers" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "named, warned",
+    [("org/Other", True), ("/elsewhere/Other/checkpoints/step-000002", True), ("org/RUN", False), (None, False), ("itself", False)],
+)
+def test_a_peft_adapter_of_a_base_with_another_name_is_warned_of(tune, base, tmp_path, capsys, named, warned):
+    """Of equal shapes no tensor tells."""
+    assert main(["export", str(tune(*LORA)), "--format", "peft", "--out", str(tmp_path / "peft")]) == 0
+    file = tmp_path / "peft" / "adapter_config.json"
+    if named != "itself":
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": named}))
+    capsys.readouterr()
+    with_adapter(open_weights(base), tmp_path / "peft")
+    expected = f"barellm: warning: {tmp_path / 'peft'} names {named} as its base, and is laid over {step_of(base)}\n"
+    assert capsys.readouterr().err == (expected if warned else "")
 
 
 def test_formats_of_a_frozen_base_and_their_groups(tune, refused, base):

@@ -114,6 +114,10 @@ def test_a_key_by_two_names_is_refused():
         ("--data_path x", "data.source", "x"),
         ("--model_max_length 32", "train.seq", 32),
         ("--optimizer adamw", "optim.name", "adamw"),
+        ("--adapt lora:4 --lora_alpha 16", "adapter.alpha", 16.0),
+        ("--adapt lora:4 --lora-dropout 0.1", "adapter.dropout", 0.1),
+        ("--adapt lora:4 --target_modules q_proj,v_proj", "adapter.targets", "q_proj,v_proj"),
+        ("--adapt lora:4 --use_rslora", "adapter.rslora", True),
     ],
 )
 def test_options_of_other_trainers_are_taken(words, key, value):
@@ -135,6 +139,12 @@ def test_options_of_other_trainers_are_taken(words, key, value):
         ("sample --model_name_or_path x y", "barellm has the model as CHECKPOINT, without an option"),
         ("sample x --num_beams 4", "no beam search"),
         ("sample x --load_in_8bit", "barellm has --weights int8"),
+        ("train --load_in_4bit", "barellm has --adapter.base nf4, with --adapt lora:RANK"),
+        ("train --load_in_8bit true", "barellm has --adapter.base int8, with --adapt lora:RANK"),
+        ("train --lora_r 16", "barellm has --adapt lora:RANK"),
+        ("train --r 16", "barellm has --adapt lora:RANK"),
+        ("train --adapter.rank 16", "barellm has --adapt lora:RANK"),
+        ("train --use_dora", "no DoRA"),
     ],
 )
 def test_options_that_have_no_counterpart_name_what_does_it(words, message, capsys):

@@ -39,6 +39,11 @@ def test_common_options_have_their_type_and_the_default_of_the_preset(capsys):
     assert "--layers INT             transformer blocks (default: 12)" in "\n".join(shown(capsys, "train", "gpt2", "--help"))
 
 
+@pytest.mark.parametrize("name, option", [("train", "--adapt STR"), ("sample", "--adapter DIR"), ("chat", "--adapter DIR")])
+def test_adapters_have_a_line_where_options_are_few(name, option, capsys):
+    assert sum(line.startswith(f"  {option} ") and "LoRA" in line for line in shown(capsys, name, "--help")) == 1
+
+
 def test_keys_of_one_architecture_are_shown_where_its_preset_is_named(capsys):
     usual, own = (" ".join(shown(capsys, "train", *words, "--help-all")) for words in ([], ["speedrun"]))
     for key in overrides.known_keys(models.preset("speedrun")):

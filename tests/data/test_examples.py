@@ -47,13 +47,14 @@ def test_targets_are_the_answer_and_what_ends_it(tmp_path, small_bpe):
     assert small_bpe.decode(targets[0][counted][:-1]) == " A naïve façade" and targets[0][counted][-1] == eot
     assert (inputs[0, counted.argmax() + counted.sum() + 1 :] == 7).all()
     assert rows.counted(0, 1, seq=60) == rows.counted(5, 1, seq=60) == counted.sum()
-    assert small_bpe.decode(data.prompt) == "1 plus 1?"
+    assert small_bpe.decode(data.prompt) == data.prompt_text == "1 plus 1?"
 
 
 def test_a_conversation_is_lines_and_every_answer_counts(tmp_path, small_bpe):
     path = written(tmp_path / "a.jsonl", CHAT[:1] * 2)
-    examples = prepare(DataConfig(source=str(path), val_fraction=0.5), tokenizer=small_bpe).examples[1]
-    eot = small_bpe.eot
+    data = prepare(DataConfig(source=str(path), val_fraction=0.5), tokenizer=small_bpe)
+    examples, eot = data.examples[1], small_bpe.eot
+    assert data.prompt_text == "", "which is what chat is for"
     text = b"".join(b"|" if i == eot else small_bpe.token_bytes(i) for i in examples.tokens.tolist()).decode()
     assert text == "|System: Be brief.\nUser: Hi\nAssistant: Hello.|User: More\nAssistant: No.|"
     answers = b"".join(b"|" if i == eot else small_bpe.token_bytes(i) for i in examples.tokens[examples.answer].tolist())

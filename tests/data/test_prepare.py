@@ -390,3 +390,17 @@ def test_examples_are_shown_with_what_is_trained(tmp_path, capsys, monkeypatch):
         run(tmp_path / "b.txt", "--show", 1)
     with pytest.raises(UserError, match="--out DIR is missing"):
         run(path)
+
+
+@pytest.mark.parametrize("place", ["a.jsonl", "folder", "folder/*.jsonl"])
+def test_records_that_are_neither_text_nor_examples_are_named(tmp_path, place):
+    file = tmp_path / ("a.jsonl" if place == "a.jsonl" else "folder/a.jsonl")
+    file.parent.mkdir(exist_ok=True)
+    file.write_text('{"question": "1+1", "response": "2"}\n' * 9)
+    expected = (
+        r"a.jsonl, line 1 has no text in a field 'text', it has: question, response; expected text, or prompt and answer .*messages"
+    )
+    with pytest.raises(UserError, match=expected):
+        run(tmp_path / place, "--show", 1)
+    with pytest.raises(UserError, match=expected):
+        prepare(DataConfig(source=str(tmp_path / place), tokenizer="bytes"))

@@ -48,6 +48,7 @@ def test_a_bpe_of_ours_goes_there_and_back(tmp_path, bpe, capsys):
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "back")]) == 0
     found = load_tokenizer(tmp_path / "back/checkpoints/step-000000")
     assert (found.name, found.hash) == ("bpe", bpe.hash)
+    assert found.prompt("to be") == bpe.prompt("to be") and bpe.prompt("to be")[0] == bpe.eot, "which transformers adds too"
 
 
 def test_without_files_50257_ids_are_gpt2_s(tmp_path, monkeypatch):

@@ -516,10 +516,10 @@ def test_no_key_of_training_is_lost():
         job = SimpleNamespace(config=replace(config, train=replace(train, **{key: "tensorboard"})), data=None)
         with pytest.raises(UserError, match=f"^train.{key} is 'tensorboard', and a program without Python does not do that"):
             check(job)
-    for key, value in (("method", "lora:8"), ("train_only", "h.0.*")):
+    for option, key, value in (("--adapt", "method", "lora:8"), ("--train-only", "train_only", "h.0.*")):
         job = SimpleNamespace(config=replace(config, adapter=AdapterConfig(**{key: value})), data=None)
         with pytest.raises(
-            UserError, match=f"^adapter.{key} is '{re.escape(value)}', and a program .*no file for those that are frozen$"
+            UserError, match=f"^{option} is '{re.escape(value)}', and a program .*no file for those that are frozen$"
         ):
             check(job)
     plain = image_of(config)

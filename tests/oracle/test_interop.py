@@ -117,11 +117,14 @@ def test_an_exported_tokenizer_has_our_ids(tmp_path, monkeypatch):
     for kind in (transformers.GPT2Tokenizer, transformers.AutoTokenizer):
         found = kind.from_pretrained(tmp_path / "hf")
         for sample in (text, "never seen: Übermut \t\n  x", "it'll"):
-            assert found(sample)["input_ids"] == bpe.encode(sample).tolist()
+            assert found(sample, add_special_tokens=False)["input_ids"] == bpe.encode(sample).tolist()
+            assert found(sample)["input_ids"] == bpe.prompt(sample) == [bpe.eot, *bpe.encode(sample)]
         assert (found.eos_token_id, len(found), found.model_max_length) == (bpe.eot, bpe.vocab_size, 16)
     found.save_pretrained(tmp_path / "saved")  # what is beside a model that was tuned there
     transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").save_pretrained(tmp_path / "saved")
-    assert open_weights(tmp_path / "saved").tokenizer.hash == bpe.hash
+    for folder in ("hf", "saved"):
+        back = open_weights(tmp_path / folder).tokenizer
+        assert (back.hash, back.prompt(text)) == (bpe.hash, bpe.prompt(text))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

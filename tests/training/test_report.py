@@ -12,7 +12,7 @@ from barellm.cli.main import main
 from barellm.config.overrides import changed
 from barellm.models import preset
 from barellm.runtime.rates import Rate
-from barellm.training import loop, report
+from barellm.training import loop, output, report
 from barellm.training.batch_rampup import BatchRampup
 from barellm.training.console import Console, in_words
 
@@ -212,6 +212,34 @@ def test_the_end_of_a_run():
         "         barellm eval 'my runs/a' --data FILE --split all",
         "         barellm train --out 'my runs/a' --resume --steps 24",
     ]
+
+
+def test_the_end_of_a_run_on_examples_asks_as_they_do():
+    def next_of(prompt_text):
+        return report.closing(RESULT, Path("a"), config(data__source="a.jsonl"), prompt_text=prompt_text)[6:8]
+
+    assert next_of("it's\n1 km:\\ \x1b") == [
+        r"""next     barellm sample a --prompt 'it'"'"'s\n1 km:\\ \x1b' --temperature 0""", "         barellm eval a",
+    ]  # fmt: skip
+    assert f"--prompt {'x' * report.LONGEST_PROMPT}... --temperature 0" in next_of("x" * 99)[0]
+    assert next_of("") == ["next     barellm chat a", "         barellm eval a"]
+
+
+def test_gzip_is_left_out_where_its_header_is_much_of_the_text():
+    """The row of such a run has no rate of gzip, so no picture has its line either."""
+    assert ending(val_bytes=999, gzip_bits_per_byte=None)[3] == "         on 999 bytes of validation text"
+    for size, has in (output.LEAST_ZIPPED - 1, False), (output.LEAST_ZIPPED, True):
+        run = SimpleNamespace(final_evaluator=SimpleNamespace(text=lambda tokenizer, size=size: b"a" * size))
+        compiled = SimpleNamespace(parameters=1, meta=dict)
+        written = SimpleNamespace(
+            run=run, config=config(data__source="text.txt"), compiled=compiled, data=SimpleNamespace(tokenizer=None)
+        )
+        loop_ = SimpleNamespace(
+            progress=SimpleNamespace(step=1, seconds=1.0), metrics=SimpleNamespace(rows=[{"kind": "train", "tokens_per_s": 1}]),
+            spikes=SimpleNamespace(active=False), saving=SimpleNamespace(saved="", folder=Path("a/b")),
+        )  # fmt: skip
+        result = SimpleNamespace(nats=1.0, bits_per_byte=1.0, bytes=size)
+        assert ("gzip_bits_per_byte" in output.Output._result(written, loop_, result, [], seconds=1.0)) == has
 
 
 def test_the_end_of_a_run_without_a_vocabulary_on_python_and_in_sessions():

@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
         if unknown and not unknown[0].startswith("-"):
             raise UserError(f"unexpected argument {unknown[0]!r} (see {self.prog} --help)")
         if options := [word.split("=")[0] for word in unknown if word.startswith("-")]:
-            instead = {o: aliases.instead(o) for o in options}
+            instead = {o: aliases.instead(o, known) for o in options}
             described = "; ".join(f"{o}: barellm has {has}" if has else f"{o}{nearest(o, known)}" for o, has in instead.items())
             raise UserError(f"unknown option {described}{'' if all(instead.values()) else f' (see {self.prog} --help)'}")
         if missing := [action for action in required if not getattr(args, action.dest)]:
@@ -141,7 +141,7 @@ def add_own_models(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None
 TRAINED = (
     "model.layers model.heads model.d_model optim.name optim.lr optim.schedule optim.warmup optim.weight_decay data.source "
     "data.tokenizer train.steps train.epochs train.minutes train.micro_batch_size train.gradient_accumulation_steps train.seq "
-    "train.dtype train.seed train.init_from train.eval_every train.sample_every train.checkpoint_every"
+    "train.dtype train.seed train.init_from adapter.method train.eval_every train.sample_every train.checkpoint_every"
 )
 STEP = (
     "model.layers model.heads model.d_model optim.name train.micro_batch_size train.gradient_accumulation_steps train.seq "
@@ -162,7 +162,8 @@ def add_configuration(parser: Parser, common: str = STEP) -> None:
     add(chosen, "--config FILE", "TOML file, or a run's config.json; with preset, [model], [optim], [data], [train]")
     for key, owners in overrides.every_key().items():
         entry, section = known.get(key), key.partition(".")[0]
-        title = "output" if OUTPUT.match(key) else {"optim": "optimizer", "train": "training"}.get(section, section)
+        titles = {"optim": "optimizer", "train": "training", "adapter.method": "training"}  # the one of adapters that --help shows
+        title = "output" if OUTPUT.match(key) else titles.get(key, titles.get(section, section))
         short = overrides.SHORT_NAMES.get(key, "").replace("_", "-")
         names = [f"--{short}"] if short and f"--{short}" not in parser._option_string_actions else []
         kinds = {owner.kind for owner in owners.values()}
@@ -219,7 +220,7 @@ DEFAULT_CONTEXT = 4096  # tokens
 def add_context(parser: argparse.ArgumentParser) -> None:
     """--context of commands that read texts with a checkpoint."""
     usual = f"(default: the smaller of the model's and {DEFAULT_CONTEXT})"
-    said = f"context length: tokens that the model sees of a text, which memory is for; at most the model's {usual}"
+    said = f"context length; tokens that the model sees of a text, which memory is for, at most the model's {usual}"
     add(parser, "--context N", said, 0)
 
 
@@ -243,8 +244,7 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
 
 def add_adapter(parser: argparse.ArgumentParser) -> None:
     """--adapter of commands that read a checkpoint and do not train it."""
-    said = "an adapter (LoRA) of this model: a run that trained one, or a folder of PEFT's"
-    add(help.Rare(parser), "--adapter DIR", said, "")
+    add(parser, "--adapter DIR", "LoRA adapter of this model: a run's, or a PEFT folder", "")
 
 
 def add_device(parser: argparse._ActionsContainer, what: str = "cpu or cuda", default: str = "cpu") -> None:
