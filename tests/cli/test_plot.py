@@ -42,9 +42,11 @@ def losses(run: Path) -> list[tuple[int, float]]:
 
 
 def test_without_a_file_it_is_a_chart_in_the_terminal(run, capsys):
+    # Its validation text is too short for a rate of gzip.
+    rows = [row | ({"gzip_bits_per_byte": 2.5} if row["kind"] == "result" else {}) for row in metrics.read(run / "metrics.jsonl")]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["plot", str(run)]) == 0
     said, *chart = capsys.readouterr().out.splitlines()
-    rows = metrics.read(run / "metrics.jsonl")
     (val,) = [row["val_nats"] for row in rows if row["kind"] == "eval" and row["step"] == 4]
     (result,) = [row for row in rows if row["kind"] == "result"]
     gzip = result["gzip_bits_per_byte"] * result["val_nats"] / result["val_bits_per_byte"]
