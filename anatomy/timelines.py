@@ -27,6 +27,7 @@ from barellm.config.overrides import changed
 from barellm.cpu import gemm_config, tuning
 from barellm.cpu.kernels.gemm import gemm_mainloop
 from barellm.distributed import launch, launchers
+from barellm.distributed.cores import settle, usable
 from barellm.distributed.mpi import MpiRanks
 from barellm.models import preset
 from barellm.program.ranks import Ranks
@@ -144,6 +145,7 @@ def recorded(ranks: Ranks = ALONE, plant: Plant | None = None) -> dict[str, Any]
 def rank_of_two(out: Path, late: str) -> None:
     """One of two processes; rank 0 writes the timelines of both. `late`: the program before which rank 1 sleeps, or ""."""
     ranks = MpiRanks()
+    settle(ranks.gather(usable()), ranks.rank, usable())  # else both would pin their thread to the first core
     mine = recorded(ranks, pausing(late) if late and ranks.rank else None)
     both = ranks.gather(mine)
     if ranks.rank == 0:
@@ -204,13 +206,20 @@ def step_us(events: list[dict[str, Any]]) -> float:
     return next(e["dur"] for e in events if e["name"] == "step" and e["pid"] == 1)
 
 
-def by_op(events: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """Label of an op, of all layers -> thread of the first rank -> microseconds in it."""
+def by_op(events: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Label of an op, of all layers -> microseconds of the first rank's threads in it: of the one that has least of each layer, and
+    how much more the one has that has most. (The threads may change their parts from layer to layer.)"""
     found: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for e in events:
         if e["pid"] == 1 and e["tid"] and e["cat"] != "barrier":
-            found[re.sub(r"\bh\.\d+", "h", e["name"])][e["tid"]] += e["dur"]
-    return {label: dict(threads) for label, threads in found.items()}
+            found[e["name"]][e["tid"]] += e["dur"]
+    threads = {e["tid"] for e in events if e["pid"] == 1 and e["tid"]}
+    sums: dict[str, tuple[float, float]] = {}
+    for name, us in found.items():
+        label, each = re.sub(r"\bh\.\d+", "h", name), [us.get(t, 0.0) for t in threads]
+        least, more = sums.get(label, (0.0, 0.0))
+        sums[label] = least + min(each), more + max(each) - min(each)
+    return sums
 
 
 def waits(events: list[dict[str, Any]], rank: int) -> list[tuple[float, float, str]]:
@@ -241,8 +250,8 @@ def evidence(events: list[dict[str, Any]], healthy: list[dict[str, Any]]) -> dic
         "data": (end - begin, f"before {program}"),
         "python": max(gaps, default=(0.0, "")),
         "rank": max(elsewhere, default=(0.0, "")),
-        "imbalance": max((max(t.values()) - min(t.values()), label) for label, t in own.items()),
-        "kernel": max((min(t.values()) - min(known[label].values()), label) for label, t in own.items() if label in known),
+        "imbalance": max((more, label) for label, (_, more) in own.items()),
+        "kernel": max((least - known[label][0], label) for label, (least, _) in own.items() if label in known),
     }
     return {cause: (us / step, where) for cause, (us, where) in found.items()}
 
