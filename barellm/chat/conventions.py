@@ -103,7 +103,8 @@ def _ids(where: str, key: str, found: Mapping[str, Any]) -> list[int]:
 
 
 def _templates(files: Mapping[str, bytes], settings: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name, from their own files or tokenizer_config.json; without a default the first is it."""
+    """Return the chat templates by name. A template's own file (TEMPLATE, or NAMED.NAME.jinja) comes before one of its name in
+    tokenizer_config.json (`settings`) or in the older `old`. Without a "default" the first one is it."""
     texts = {}
     for file in files:
         if file == TEMPLATE or file.startswith(f"{NAMED}."):

@@ -238,7 +238,7 @@ def _of(tokenizer: Tokenizer) -> dict[str, Any]:
     if model.get("byte_fallback") and merges:
         kind_of |= {i: BYTE for i, name in name_of.items() if re.fullmatch("<0x[0-9A-F]{2}>", name)}
         kind_of |= {ids[model["unk_token"]]: UNKNOWN} if model.get("unk_token") in ids else {}
-        found |= _pieces(ids, merges, steps(content.get("normalizer"), "normalizers"), words)
+        found |= _piece_scores(ids, merges, steps(content.get("normalizer"), "normalizers"), words)
     else:
         nfc = content.get("normalizer") == {"type": "NFC"}
         if why := changes(content | ({"normalizer": None} if nfc else {})):
@@ -247,9 +247,10 @@ def _of(tokenizer: Tokenizer) -> dict[str, Any]:
     return found | {"kinds": [kind_of.get(i, UNUSED) for i in numbers]}
 
 
-def _pieces(ids: dict[str, int], merges: list[str], normal: list[Any], words: list[Any]) -> dict[str, Any]:
-    """The scores of pieces, which are all that llama.cpp merges by: of a piece the negative rank of the first pair that makes it.
-    UserError where these would not give the same merges in the same order."""
+def _piece_scores(ids: dict[str, int], merges: list[str], normal: list[Any], words: list[Any]) -> dict[str, Any]:
+    """Return llama.cpp's {"scores", "prefix"} of a SentencePiece-like BPE vocabulary. llama.cpp merges by the score of the piece
+    that a pair makes: here the negative rank of the first such pair; `prefix`: whether a space is put before a text. UserError if
+    merging by scores would not give the same merges in the same order."""
     prefix = normal[:1] == [{"type": "Prepend", "prepend": SPACE}]
     at_spaces = [
         word for word in words if word["type"] != "Split" or word["pattern"] != {"String": " "}

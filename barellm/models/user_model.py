@@ -39,7 +39,7 @@ def add(path: Path) -> None:
         raise UserError(f"{path}: a model has the name of its file, and a module {name!r} is there already: rename it")
     found = _imported(name, file)
     try:
-        _check(found, path)
+        _check_parts(found, path)
     except UserError:
         del sys.modules[name]
         raise
@@ -104,8 +104,8 @@ def _named(file: Path | None, function: Callable[[], R]) -> R:
         raise line from error
 
 
-def _check(found: ModuleType, path: Path) -> None:
-    """UserError for what lacks a part, or has the name of a preset that is there."""
+def _check_parts(found: ModuleType, path: Path) -> None:
+    """Raise a UserError for a user's module without Config, its fields or one of FUNCTIONS, or with the name of a known preset."""
     config = getattr(found, "Config", None)
     if not (isinstance(config, type) and issubclass(config, ModelConfig)):
         raise UserError(f"{path} has no model: no class Config of barellm.config.ModelConfig")

@@ -34,7 +34,8 @@ def test_a_step_in_a_process_of_its_own():
     wall = time.monotonic() - begun
     assert (r["batch"], r["seq"], len(r["step_s"]), len(r["losses"])) == (4, 32, 4, 4)
     assert r["tokens_per_s"] == pytest.approx(4 * 32 / r["median_s"])
-    assert 0 < r["percent_of_peak"] < 100
+    assert r["percent_of_peak"] == pytest.approx(100 * r["flops"] / r["median_s"] / r["peak_flops"])
+    assert 0 < r["percent_of_peak"] < 200  # the peak is measured at another moment, on machines that others use too
     split = r["first_step_split"]
     assert set(split) == {"import", "plan", "compile", "map", "init", "step", "rest"}
     assert sum(split.values()) == pytest.approx(r["first_step_s"])

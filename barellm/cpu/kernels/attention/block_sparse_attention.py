@@ -160,7 +160,7 @@ def block_sparse_attention(
                 group = (t - first) // g.queries
                 if bias:
                     with bias.for_each_near(num_blocks, block_distance) as (between, i):
-                        bias.multiply(between, i, t - first, s["q"].at(group * g.transposed_units))
+                        bias.bias_of_queries(between, i, t - first, s["q"].at(group * g.transposed_units))
                 start = bias and partial(bias.start, block_distance)
                 online_softmax_step(k, g, s, group, v_block, 0, num_blocks * block, softmax_scale_log2, tile_mask, start=start)
         with k.loop(first, last, g.queries) as t:

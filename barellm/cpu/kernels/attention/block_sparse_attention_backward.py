@@ -97,7 +97,7 @@ class BlockSparseHead(BackwardHead):
         """Compute R Q^T, the position bias of the packed group of queries and `num_blocks` packed blocks of keys, in scratch."""
         if self.bias:
             with self.bias.for_each_near(num_blocks, self.block_distance) as (block_distance, i):
-                self.bias.multiply(block_distance, i, self.query, self.s["q_transposed"])
+                self.bias.bias_of_queries(block_distance, i, self.query, self.s["q_transposed"])
 
     def tile_mask(
         self, key: Value, t: Value, key_bounds: micro.KeyBounds | None

@@ -88,9 +88,9 @@ class RelativePositionBias:
         begin, end = (k.min(k.max(k.int(n) - zero, 0), rows) for n in (first, last + 1))
         return zero, begin & -g.rows, micro.round_up(k, end, g.rows)
 
-    def multiply(self, block_distance: Value, i: Value, query: Value, transposed: Pointer) -> None:
-        """s["bias"] [distance][g.queries] of block i = R Q^T of a group packed as `transposed`; zero for distances without a
-        vector."""
+    def bias_of_queries(self, block_distance: Value, i: Value, query: Value, transposed: Pointer) -> None:
+        """Write R Q^T of key block i into the scratch s["bias"], rows of a distance with g.queries columns each: R are the vectors
+        of distances, Q^T a group of queries, packed as `transposed`. Distances without a vector get zeros."""
         k, g, rows = self.k, self.g, self.block + self.g.queries
         _, begin, end = self.window(block_distance, query)
         dst, vectors = (self.s["bias"].at(i * (rows * g.queries)), self.s["r_rows"].at(i * (2 * self.block * g.row_units)))

@@ -65,10 +65,10 @@ def symmetric_gemm(
     b_panels = packing.PanelBuffers(k, scratch, nbytes, pack_b_panel)
     a_panels = packing.PanelBuffers(k, scratch.bytes(2 * nbytes), a_nbytes, pack_a)
 
-    def multiply(row: Value, base: Value, first: Value, panel: Pointer, p: Value, a_panel: Pointer | None) -> None:
-        """Run the micro-kernel on the tile of rows [row, row + MR) and KC block p of B's `panel`; p = 0 starts the sums, later
-        blocks continue them. `first`: the item's first row, which the accumulators begin with. `a_panel`: the packed rows of A from
-        `base` on; None: A is read from x."""
+    def tile_syrk(row: Value, base: Value, first: Value, panel: Pointer, p: Value, a_panel: Pointer | None) -> None:
+        """Add KC block p of x x^T to the tile of rows [row, row + MR) and the columns of B's `panel`: p = 0 starts the sums in
+        `accumulators` (fp32, rows of NR from the item's row `first` on), later blocks continue them. `a_panel`: packed rows of A
+        from `base` on; None: A is read from x, (n, depth)."""
         # Steps of the micro-kernel. A packed panel pads an odd depth with zeros; unpacked, the odd element is its `tail`.
         k_units = (kc_of(p) + 1) // 2 if vnni and a_panel is not None else kc_of(p) // 2 if vnni else kc_of(p)
         tail, is_last_k = None, None
@@ -115,12 +115,12 @@ def symmetric_gemm(
                     if overlap:
                         a_panels.pack_next((base + a_width) * k_blocks + p, more_rows, k.int(a_width))
                     with k.loop(base, k.min(base + a_width, last), tile.mr) as row:
-                        multiply(row, base, first, panel, p, a_panel)
+                        tile_syrk(row, base, first, panel, p, a_panel)
                     if overlap:
                         a_panels.commit()
             else:
                 with k.loop(first, last, tile.mr) as row:
-                    multiply(row, first, first, panel, p, None)
+                    tile_syrk(row, first, first, panel, p, None)
             if overlap:
                 b_panels.commit()
         with k.when(first < last):

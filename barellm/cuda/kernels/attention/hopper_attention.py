@@ -84,8 +84,10 @@ def producer(q_map, k_map, v_map, queries, keys, values, seq, items, H, GROUP_SI
 
 @gluon
 def consumer(out, lse, queries, keys, values, pingpong, seq, items, WG, SCALE_LOG2, H, D):
-    """A consumer warpgroup: attention of WG_M queries of each tile, with acc (WG_M, D), row_max and row_sum in registers. Q K^T of
-    block i + 1 is issued before P V of block i, so the tensor cores work on P V during the softmax of block i + 1."""
+    """A consumer warpgroup, number WG: writes out and lse of WG_M queries of each tile, with acc (WG_M, D), row_max and row_sum in
+    registers. Q K^T of block i + 1 is issued before P V of block i, so the tensor cores work on P V during the softmax of block
+    i + 1. `queries`, `keys`, `values`: a ring of tiles in shared memory that the producer fills, its full and its empty mbarriers;
+    `pingpong`: the mbarriers by which the two consumers take turns to issue wgmmas; `items`: tiles of all heads."""
     q_ring, q_full, q_empty = queries
     k_ring, k_full, k_empty = keys
     v_ring, v_full, v_empty = values
