@@ -63,7 +63,10 @@ class Barellm(TemplateLM):
         return self.vocabulary.chat_text(chat_history, add_generation_prompt=add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        return self.vocabulary.encode(string, special=self._chats).tolist()
+        """The ids of a text, with what stands before one in front, as transformers' tokenizers have it: unless `add_special_tokens`
+        is false, for a continuation."""
+        begin, ids = self.vocabulary.conventions.begin, self.vocabulary.encode(string, special=self._chats).tolist()
+        return ids if begin is None or add_special_tokens is False or ids[:1] == [begin] else [begin, *ids]
 
     def _scores(self, texts: list[Text], disable_tqdm: bool) -> list[Score]:
         """Of all texts, by a machine that is planned for them."""
