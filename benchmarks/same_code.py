@@ -54,7 +54,7 @@ STEPS = 20
 STAGES = "share=1/2 seq=32 windows=1,2 mtp=1,0.5; share=1/2 seq=64 windows=1,3 lr=2; seq=64 windows=1,4"
 MORE = {"speedrun-small": {"batch": 1, "model": {"stages": STAGES, "block": 8, "extension": 2}}}  # settings of runs
 PARTS = ("code", "ptx", "losses", "outputs")
-MARKS = "not oracle and not alone and not extended and not slow and not ptx"
+MARKS = "not oracle and not alone and not extended and not slow"
 ROOT = Path(__file__).parents[1]
 
 Record = dict[str, dict[str, list[str]]]  # part -> the name of a program, run or test -> its digests or numbers
