@@ -47,7 +47,7 @@ struct work {
     size_t nbytes;
     int value;
     struct event *event;
-    struct library *library;
+    struct library *code;
     unsigned grid[3], shared_bytes;
     struct work *next;
 };
@@ -203,7 +203,7 @@ static void put(struct queue *queue, struct work *one) {
 }
 
 static void perform(struct work *w) {
-    struct library *l = w->library;
+    struct library *l = w->code;
     if (w->kind == COPY) memcpy(w->to, w->from, w->nbytes);
     else if (w->kind == FILL) memset(w->to, w->value, w->nbytes);
     else if (w->kind == REACH) { w->event->ms = clock_ms; w->event->waiting--; }
@@ -631,7 +631,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction function, void **p
             REQUIRE(around((void *)map.address, (map.rows - 1) * map.pitch + map.columns * map.element_bytes, 1));
         }
     }
-    struct work w = {.kind = LAUNCH, .library = l, .owned = packed, .shared_bytes = c->sharedMemBytes};
+    struct work w = {.kind = LAUNCH, .code = l, .owned = packed, .shared_bytes = c->sharedMemBytes};
     memcpy(w.grid, (unsigned[]){c->gridDimX, c->gridDimY, c->gridDimZ}, sizeof w.grid);
     add((struct stream *)c->hStream, w);
     return CUDA_SUCCESS;
