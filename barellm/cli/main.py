@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -85,6 +88,35 @@ def parser_of(name: str, words: Sequence[str]) -> Parser:
     return parser
 
 
+@contextlib.contextmanager
+def interrupts() -> Iterator[None]:
+    """While entered, Ctrl-C is `interrupt`'s, unless the process already has a handler of its own."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Signal handler: KeyboardInterrupt, but the end of the process while a module is imported. There the exception can be lost in
+    a weak reference's callback of importlib, so that the command went on, or become an ImportError of NumPy's C code. Python's own
+    start, before `main`, has that hole too."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            with contextlib.suppress(RuntimeError, OSError):  # RuntimeError: the signal came inside a write to the same stream
+                sys.stdout.flush()
+                os.write(2, b"barellm: interrupted\n")
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+@interrupts()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line. Exit status: 0 done, 2 user error (one line on stderr), 130 interrupted, 141 output closed."""
     argv = sys.argv[1:] if argv is None else argv

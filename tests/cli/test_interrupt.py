@@ -28,6 +28,16 @@ def told(self, program, **values):
 CpuSession.run = told
 sys.exit(main(sys.argv[1:]))
 """
+TELLS_WHEN_IT_BEGINS = """
+import sys
+from barellm.cli import main
+open_streams = main.open_closed_streams
+def told():
+    print("begins", flush=True)
+    open_streams()
+main.open_closed_streams = told
+sys.exit(main.main(sys.argv[1:]))
+"""
 SHORT_STEPS = (
     *("--steps", "100000", "--batch", "2", "--seq", "16", "--model.layers", "1", "--model.d_model", "32"),
     *("--train.eval_every", "0"),
@@ -117,13 +127,41 @@ def test_sigterm_in_the_middle_of_a_long_step_saves_within_its_grace(started, tm
     assert not wrong and checkpoint.step_of(path) == 0
 
 
-def test_a_signal_before_the_first_step_leaves_nothing(started, tmp_path):
-    """Preparing text and compiling: one Ctrl-C ends it."""
-    process = started("", *SHORT_STEPS)
-    time.sleep(0.15)
+@pytest.mark.parametrize("seconds", [0, 0.05])
+def test_a_signal_before_the_first_step_leaves_nothing(started, tmp_path, seconds):
+    """Importing, preparing text and compiling: one Ctrl-C ends it, once Python itself is ready (its start may lose a signal)."""
+    process = started("begins", *SHORT_STEPS, program=("-c", TELLS_WHEN_IT_BEGINS))
+    time.sleep(seconds)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=20) in (130, -signal.SIGINT)  # the latter before Python itself is ready
+    assert process.wait(timeout=20) == 130
+    assert (tmp_path / "log").read_text().endswith("barellm: interrupted\n")
     assert not checkpoint.steps(tmp_path / "run" / "checkpoints")
+
+
+INTERRUPTED_IMPORT = """
+import signal
+import sys
+from barellm.cli.main import main
+
+class Interrupts:
+    def find_spec(self, name, path, target=None):
+        if name == "barellm.cli.train":
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                %s
+
+sys.meta_path.insert(0, Interrupts())
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("what_happens", ["pass", "raise ImportError"])
+def test_a_signal_during_an_import_is_not_lost(tmp_path, what_happens):
+    """importlib's callbacks swallow KeyboardInterrupt (the command trained its 100,000 steps); NumPy makes ImportError of it."""
+    words = ["train", "shakespeare-char", "--data", str(tmp_path / "none.txt"), "--out", str(tmp_path / "run")]
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT % what_happens, *words], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "barellm: interrupted\n")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
