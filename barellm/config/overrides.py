@@ -2,14 +2,14 @@
 
 Which keys [model] has depends on the architecture, which the class of a configuration's `model` says."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import isclose
 from pathlib import Path
 from typing import Any
 
 from barellm import models
-from barellm.config import AdapterConfig, Config, DataConfig, OptimConfig, TrainConfig, adapter, aliases
+from barellm.config import UNREAD, AdapterConfig, Config, DataConfig, OptimConfig, TrainConfig, adapter, aliases
 from barellm.config.fields import Entry, Section, converted, entries, not_of
 from barellm.errors import UserError, nearest, shown
 
@@ -146,6 +146,18 @@ def changed(config: Config, *layers: Mapping[str, object]) -> Config:
         section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = value
     return replace(config, **{name: replace(getattr(config, name), **new) for name, new in sections.items()})
+
+
+def check_read(config: Config, keys: Iterable[str]) -> None:
+    """UserError for a key, of those that a user gave, which this optimizer or schedule never reads: else nobody would be told."""
+    optim = config.optim
+    for key in keys:
+        name = key.removeprefix("optim.")
+        if name in UNREAD[optim.name]:
+            readers = " or ".join(other for other, unread in UNREAD.items() if name not in unread)
+            raise UserError(f"{key} has no effect with optim.name {optim.name}, expected {readers}")
+        if key == "optim.decay_fraction" and optim.schedule != "wsd":
+            raise UserError(f"{key} has no effect with optim.schedule {optim.schedule}, expected wsd")
 
 
 def flat(config: Config) -> dict[str, Any]:

@@ -49,8 +49,9 @@ SIZES = (
     ),
     *("--model.dropout", "0.1", "--optim.clip", "0.5", "--optim.warmup", "5", "--train.eval_every", "20"),
     *("--train.eval_tokens", "128", "--train.checkpoint_every", "15", "--train.keep_every", "40", "--train.save_total_limit", "3"),
-    *("--train.sample_every", "50", "--optim.name", "muon", "--optim.muon_lr_ratio", "7", "--optim.momentum_warmup", "9"),
+    *("--train.sample_every", "50"),
 )
+MUON = ("--optim.name", "muon", "--optim.muon_lr_ratio", "7", "--optim.momentum_warmup", "9")
 FILES = (checkpoint.WEIGHTS, checkpoint.OPTIMIZER)
 COMPILERS = ("cc", "gcc", "clang")
 
@@ -68,7 +69,7 @@ def made(tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BARELLM_CACHE", str(folder / "cache"))
         patch.setenv("BARELLM_THREADS", "2")
-        common = ["shakespeare-char", "--data", str(folder / "text.txt"), *SIZES]
+        common = ["shakespeare-char", "--data", str(folder / "text.txt"), *SIZES, *MUON]
         assert main(["build", *common, "-o", str(folder / "program"), "--static", "--threads", "5"]) == 0
         assert main(["train", *common, "--out", str(folder / "python")]) == 0
     return folder
@@ -156,7 +157,18 @@ def test_ctrl_c_saves_and_no_row_is_written_twice(made, tmp_path):
 
 @pytest.mark.extended
 def test_a_checkpoint_of_another_model_is_refused(made, tmp_path):
-    more = ["--data", str(made / "text.txt"), *SIZES, "--model.layers", "1", "--steps", "1", "--out", str(tmp_path / "small")]
+    more = [
+        "--data",
+        str(made / "text.txt"),
+        *SIZES,
+        *MUON,
+        "--model.layers",
+        "1",
+        "--steps",
+        "1",
+        "--out",
+        str(tmp_path / "small"),
+    ]
     assert main(["train", "shakespeare-char", *more]) == 0
     done = train(made, str(tmp_path / "small"))
     assert done.returncode == 2 and done.stderr.count("\n") == 1
@@ -298,7 +310,7 @@ def test_the_c_code_of_the_page_takes_a_step(made, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [("--optim.name", "adamw"), ("--lr", "0", "--optim.min_lr", "0", "--optim.muon_lr_ratio", "0", "--optim.muon_lr", "0.02")],
+    [(), (*MUON[:2], "--lr", "0", "--optim.min_lr", "0", "--optim.muon_lr_ratio", "0", "--optim.muon_lr", "0.02", *MUON[4:])],
     ids=["adamw alone", "a rate of zero"],
 )
 @pytest.mark.extended
@@ -316,7 +328,7 @@ def test_other_rates_are_those_of_python_too(tmp_path, made, options, monkeypatc
 @pytest.mark.parametrize("dtype, options", [("bf16", ("--optim.moments", "16bit")), ("fp16", ())])
 @pytest.mark.extended
 def test_every_format_of_weights_and_moments_is_kept(made, dtype, options):
-    more = [*SIZES, "--dtype", dtype, "--model.layers", "1", "--steps", "3", "--train.checkpoint_every", "2", *options]
+    more = [*SIZES, *MUON, "--dtype", dtype, "--model.layers", "1", "--steps", "3", "--train.checkpoint_every", "2", *options]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BARELLM_CACHE", str(made / "cache"))
         build = ["build", "shakespeare-char", "--data", str(made / "text.txt"), *more, "-o", str(made / dtype / "program")]
@@ -416,7 +428,7 @@ def test_no_compiler_is_one_line(made, tmp_path, capsys, monkeypatch):
 def test_after_a_build_that_was_killed_the_same_command_works(made, tmp_path, monkeypatch):
     """Killed while it links: nothing is at the folder's place, and what is left beside it is no obstacle."""
     monkeypatch.setenv("BARELLM_CACHE", str(made / "cache"))
-    command = ["build", "shakespeare-char", "--data", str(made / "text.txt"), *SIZES, "-o", str(tmp_path / "out")]
+    command = ["build", "shakespeare-char", "--data", str(made / "text.txt"), *SIZES, *MUON, "-o", str(tmp_path / "out")]
 
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
@@ -437,7 +449,7 @@ def test_a_program_of_a_runs_folder_and_of_named_shards(made, monkeypatch):
     monkeypatch.setenv("BARELLM_CACHE", str(made / "cache"))
     monkeypatch.setenv("BARELLM_THREADS", "2")
     shards = made / "program/data"
-    options = ["shakespeare-char", "--data", str(shards), *SIZES, "--data.tokenizer", "bytes", "--steps", "3"]
+    options = ["shakespeare-char", "--data", str(shards), *SIZES, *MUON, "--data.tokenizer", "bytes", "--steps", "3"]
     assert main(["train", *options, "--out", str(made / "of-shards")]) == 0
     assert main(["build", str(made / "of-shards"), "-o", str(made / "again")]) == 0
     assert not (made / "again/data").exists()
@@ -456,7 +468,7 @@ ARM = next(filter(shutil.which, ("qemu-aarch64-static", "qemu-aarch64")), None)
 def test_a_program_for_aarch64_runs_in_an_emulator(made, isa, monkeypatch):
     """Its numbers are Python's on this machine but for roundings, and its checkpoints are as good as any."""
     monkeypatch.setenv("BARELLM_CACHE", str(made / "cache"))
-    common = ["shakespeare-char", "--data", str(made / "text.txt"), *SIZES, "--steps", "22", "--threads", "2", "--isa", isa]
+    common = ["shakespeare-char", "--data", str(made / "text.txt"), *SIZES, *MUON, "--steps", "22", "--threads", "2", "--isa", isa]
     assert main(["build", *common, "-o", str(made / isa), "--static", "--dtype", "fp32"]) == 0
     data = made / "program/data"
     command = [ARM, "-cpu", "max", made / isa / "train-static", "--train", data / "train_*.bin"]
@@ -532,7 +544,7 @@ def test_no_key_of_training_is_lost():
 def test_ziglang_links_a_program_of_the_same_bits(made, monkeypatch):
     monkeypatch.setenv("BARELLM_CACHE", str(made / "cache"))
     monkeypatch.setenv("CC", f"{sys.executable} -m ziglang cc -target {platform.machine()}-linux-gnu")
-    common = ["shakespeare-char", "--data", str(made / "text.txt"), *SIZES, "--threads", "2"]
+    common = ["shakespeare-char", "--data", str(made / "text.txt"), *SIZES, *MUON, "--threads", "2"]
     assert main(["build", *common, "-o", str(made / "zig/program"), "--static"]) == 0
     for program in ("train", "train-static"):
         assert train(made / "zig", program, program=program).returncode == 0
@@ -560,7 +572,7 @@ def test_without_a_compiler_the_package_ziglang_is_asked(made, tmp_path, monkeyp
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     which = shutil.which
     monkeypatch.setattr("barellm.native.build.shutil.which", lambda name: None if name in COMPILERS else which(name))
-    common = ["shakespeare-char", "--data", str(made / "text.txt"), *SIZES, "--threads", "2"]
+    common = ["shakespeare-char", "--data", str(made / "text.txt"), *SIZES, *MUON, "--threads", "2"]
     assert main(["build", *common, "-o", str(made / "stub/program"), "--static"]) == 0
     requested = [json.loads(line) for line in (tmp_path / "ziglang" / "asked.jsonl").read_text().splitlines()]
     machine = platform.machine()

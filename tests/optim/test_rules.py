@@ -125,3 +125,18 @@ def test_products_of_an_optimizer_are_no_work_of_the_model():
     model = Program(Store())
     model.linear(model.input("x", (2, 4), "fp32"), model.parameter("w", (4, 4)))
     assert model.flops == 2 * 2 * 4 * 4 and not any(op.update for op in model.ops)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "speedrun"])
+def test_what_an_optimizer_is_said_not_to_read_changes_none_of_its_rules_and_the_rest_does(name):
+    """Of the fields that rules may read; the others are those of the loop: rates, momentum's schedule, clipping, skips."""
+    from barellm.config import UNREAD, OptimConfig
+    from barellm.optim.recipes import rules_for
+
+    other = {
+        **{"beta1": 0.5, "beta2": 0.6, "eps": 1e-3, "weight_decay": 0.3, "moments": "16bit", "orthogonalization": "jordan"},
+        **{"ns_steps": 3, "step_scale": "moonshot", "cautious": True, "normuon": 0.5},
+    }
+    usual = repr(rules_for(OptimConfig(name=name), "h.*"))
+    read = {key for key, value in other.items() if repr(rules_for(OptimConfig(name=name, **{key: value}), "h.*")) != usual}
+    assert read == other.keys() - UNREAD[name]

@@ -101,7 +101,8 @@ def test_the_momentum_rises_to_its_value():
 
 
 def test_the_loop_gives_the_momentum_of_each_step(fake, command):
-    assert main(command("whole", "--optim.momentum_warmup", "10", "--optim.momentum_start", "0.45")) == 0
+    muon = ("--optim.name", "muon", "--optim.momentum_warmup", "10", "--optim.momentum_start", "0.45")
+    assert main(command("whole", *muon)) == 0
     given = [scalars["momentum"] for entry, scalars in fake.runs if entry == "optimizer_step"]
     assert given == pytest.approx([0.45 + 0.05 * min(i, 10) for i in range(12)])
 

@@ -302,7 +302,9 @@ class CommandLine:
 
     def changed(self, config: Config) -> Config:
         """`config` as the file changes it, and then the command line."""
-        return overrides.changed(config, {} if self.file is None else self.file.changes(config), self.texts)
+        config = overrides.changed(config, {} if self.file is None else self.file.changes(config), self.texts)
+        overrides.check_read(config, self.texts)
+        return config
 
 
 def configuration(args: argparse.Namespace) -> Config:
