@@ -77,7 +77,7 @@ def test_a_learning_rate_three_percent_higher_is_a_fault(folder, known, capsys):
     trained(folder, "rate", "--lr", str(1e-3 * 1.03))
     status, found = result(capsys, as_it_is(known)[0], folder / "rate-1337")
     (tests,) = found["against"].values()
-    assert status == 1 and len(found["seeds"]) == SEEDS
+    assert status == 1 and len(found["seeds"]) == SEEDS and list(found["against"]) == [str(folder / "rate-1337")]
     assert any(test["fault"] and abs(test["difference"]) > test["detectable"] for test in tests)
 
 
@@ -128,6 +128,20 @@ def test_the_distribution_is_students(df, t, p):
     """Quantiles of printed tables."""
     assert comparison.p_value(t, df) == pytest.approx(p, rel=1e-6)
     assert p == 1 or comparison.critical(p, df) == pytest.approx(t, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "other, paired, p",
+    [
+        ({7: 3.11, 8: 3.02, 9: 3.2, 10: 3.07, 11: 3.13}, False, 0.07344176128178881),
+        ({1: 3.03, 2: 3.06, 3: 3.01}, True, 0.07417990022744561),
+    ],
+    ids=["groups of 3 and 5", "pairs"],
+)
+def test_p_values_are_those_of_scipy(other, paired, p):
+    """scipy 1.17's ttest_ind and ttest_rel."""
+    test = comparison.tested({1: 3.01, 2: 3.05, 3: 2.98}, other, "loss", comparison.ALPHA)
+    assert (test.paired, test.seeds) == (paired, 3) and test.p == pytest.approx(p, rel=1e-9)
 
 
 @pytest.mark.parametrize("seeds", [(range(5), range(5)), (range(5), range(9, 14)), (range(6), range(9, 10))], ids=str)

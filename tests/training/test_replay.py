@@ -17,7 +17,7 @@ import pytest
 from barellm.cli.main import main
 from barellm.cpu.step import CpuSession
 from barellm.program.dtypes import FORMATS, numpy_dtype
-from barellm.runtime.op_check import BOUND, FP32_BOUND, excess
+from barellm.runtime.op_check import BOUND, FP32_BOUND, difference, excess
 from barellm.training import metrics
 
 SIZES = [
@@ -212,6 +212,20 @@ def test_a_fault_of_the_run_itself_shows_in_what_it_recorded(runs, capsys, monke
     assert main(["verify", str(run), "--step", "4"]) == 1
     said = capsys.readouterr().out
     assert "not as recorded" in said and "so the record differs" in said
+
+
+def test_how_the_bits_of_two_arrays_differ_in_words():
+    one = np.array([1.0, -2.0, 0.0, 5.0], np.float32)
+    assert difference(one, one.copy()) == ""
+    for codes, said in (
+        ({1: 1 << 22}, "1 of 4 elements, the first, number 1, is -2 and -3, bit 22"),
+        ({1: 1 << 31, 3: 1}, "2 of 4 elements, the first, number 1, is -2 and 2, bit 31"),
+        ({2: 3 << 30}, "1 of 4 elements, the first, number 2, is 0 and -2"),
+    ):
+        other = one.copy()
+        for at, bits in codes.items():
+            other.view(np.uint32)[at] ^= np.uint32(bits)
+        assert difference(one, other) == said
 
 
 @pytest.mark.parametrize("dtype, bound, seen", [("float32", FP32_BOUND, range(13, 32)), ("bfloat16", BOUND, range(5, 16))])
