@@ -9,7 +9,7 @@ from operator import add
 
 import numpy as np
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Tensor, Value, lowering
+from barellm.cpu.kernel import Lowering, Op, Pointer, Tensor, lowering
 from barellm.cpu.kernels import loops, reductions
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.optim.optimizer import CHUNK
@@ -18,7 +18,7 @@ from barellm.runtime.lowering import Region, part, plane
 Arrays = list[tuple[int, np.ndarray]]  # with their destination or source rank
 
 
-def sum_over_ranks(k: KernelBuilder, y, own, others, n, *, rank, count) -> None:
+def sum_over_ranks(k, y, own, others, n, *, rank, count) -> None:
     """The reduction of a reduce-scatter: y (n) = the sum of all ranks' gradients, in rank order; `own` (n) is this rank's, others
     (count - 1, n) are the received ones."""
     for i, mask, put in loops.elementwise(k, n, y):
@@ -83,7 +83,7 @@ def _transfer(
 FUNCTION, FAILED, PROCESSES = 0, 1, 2
 
 
-def sum_share(k: KernelBuilder, y, partials, own, table, number, n, *, rank, count) -> None:
+def sum_share(k, y, partials, own, table, number, n, *, rank, count) -> None:
     """y (n) = the sum of all ranks' gradients of shard `number`, in rank order, and partials (chunks) = sums of its squares. `own`
     (n): this rank's gradient; the other ranks' are read a chunk at a time into this thread's scratch (L2): DRAM is read once and
     not written. `table`: see FUNCTION, FAILED, PROCESSES."""
@@ -103,7 +103,7 @@ def sum_share(k: KernelBuilder, y, partials, own, table, number, n, *, rank, cou
         partials.put(k.sum(loops.tree_reduce(sums, add)), chunk)
 
 
-def read_process(k: KernelBuilder, table, process: Value, remote: Value, received, nbytes: Value) -> None:
+def read_process(k, table, process, remote, received, nbytes) -> None:
     """Copy `nbytes` bytes from address `remote` of another `process` (its id) to `received`, by Linux's process_vm_readv with one
     iovec on each side. A short read sets FAILED in the table."""
     iovecs = []

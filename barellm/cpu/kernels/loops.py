@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Op, Pointer, Tensor, Value, Var, dims_of
+from barellm.cpu.kernel import Op, Pointer, Tensor, Value, Var, dims_of
 
 GRAIN = 8192  # flat elements of a work item: some 5 to 10 us
 STREAM_BYTES = 24 << 20  # a larger result leaves the caches: it is stored non-temporally
@@ -39,7 +39,7 @@ def flat(tensor: Tensor) -> dict[str, Any]:
     return {"dims": dims_of(tensor), "width": tensor.width}
 
 
-def vectors(k: KernelBuilder, begin: Any, end: Any, *, unroll: int = 2) -> Numbered:
+def vectors(k, begin, end, *, unroll: int = 2) -> Numbered:
     """`for i, mask, j in vectors(...)`: the vectors of elements [begin, end): a loop of `unroll` unmasked vectors an iteration, of
     which each is number j < `unroll` (to choose an accumulator); then single vectors, j = 0, the last of them masked."""
     step = unroll * k.lanes
@@ -52,7 +52,7 @@ def vectors(k: KernelBuilder, begin: Any, end: Any, *, unroll: int = 2) -> Numbe
         yield i, k.mask_first(end - i), 0
 
 
-def groups(k: KernelBuilder, begin: Any, end: Value, size: int) -> Iterator[tuple[Value, int]]:
+def groups(k, begin, end, size: int) -> Iterator[tuple[Value, int]]:
     """`for first, count in groups(...)`: [begin, end) in groups of `size`, a power of two; then what remains, one by one."""
     full_end = begin + ((end - begin) & -size) if isinstance(begin, Value) else end & -size  # `begin` is a Value or 0
     with k.loop(begin, full_end, size) as first:
@@ -61,7 +61,7 @@ def groups(k: KernelBuilder, begin: Any, end: Value, size: int) -> Iterator[tupl
         yield first, 1
 
 
-def blocks(k: KernelBuilder, C: int, width: int) -> Iterator[tuple[Any, int]]:
+def blocks(k, C: int, width: int) -> Iterator[tuple[Any, int]]:
     """`for number, size in blocks(...)`: the blocks of `width` columns of a row of C; the last may have fewer columns."""
     with k.loop(0, C // width) as number:
         yield number, width
@@ -69,13 +69,13 @@ def blocks(k: KernelBuilder, C: int, width: int) -> Iterator[tuple[Any, int]]:
         yield C // width, C % width
 
 
-def fill(k: KernelBuilder, out: Pointer, value: Any, n: int) -> None:
+def fill(k, out, value, n: int) -> None:
     """The first `n` elements of `out`, a number of the code, become `value`."""
     for c, mask, _ in columns(k, n):
         out.store(value, c, mask)
 
 
-def store_all(k: KernelBuilder, out: Pointer, values: list[Value], index: Any, nontemporal: Value | None = None) -> None:
+def store_all(k, out, values, index, nontemporal=None) -> None:
     """Store vectors of fp32 lanes, converted to out's dtype, one after the other from element `index` on: any number of vectors to
     fp32, an even number to a 16-bit dtype, a power of two to an 8-bit one. Where `nontemporal` (i1), `index` must be aligned to a
     cache line. Short vectors are concatenated first: a non-temporal store of half a line costs as much as one of a full line."""
@@ -101,7 +101,7 @@ def store_all(k: KernelBuilder, out: Pointer, values: list[Value], index: Any, n
         emit_stores(False)
 
 
-def accumulate(k: KernelBuilder, out: Pointer, index: Any, mask: Value | None, value: Value, mode: str) -> Value:
+def accumulate(k, out, index, mask, value, mode: str) -> Value:
     """The vector `value`, plus the vector of `out` from element `index` on if `mode` accumulates. Nothing is stored."""
     keep = k.keep(mode)
     if keep is None:
@@ -109,13 +109,13 @@ def accumulate(k: KernelBuilder, out: Pointer, index: Any, mask: Value | None, v
     return value + k.select(keep, out.load(index, mask), 0.0)
 
 
-def accumulate_scalar(k: KernelBuilder, out: Pointer, index: Any, value: Value, mode: str) -> None:
+def accumulate_scalar(k, out, index, value, mode: str) -> None:
     """out[index] = value, a scalar, or out[index] + value if `mode` accumulates."""
     keep = k.keep(mode)
     out.put(value if keep is None else value + k.select(keep, out.get(index), 0.0), index)
 
 
-def elementwise(k: KernelBuilder, n: Value, out: Pointer, *, unroll: int = 2, mode: str = "store") -> Written:
+def elementwise(k, n, out, *, unroll: int = 2, mode: str = "store") -> Written:
     """`for i, mask, put in elementwise(...)`: out[i] = what is put, for `n` elements, stored or added (`mode`), in parallel over
     ranges of GRAIN elements. Results of more than STREAM_BYTES are stored non-temporally."""
     nontemporal = n * out.itemsize > STREAM_BYTES if mode == "store" else None
@@ -139,7 +139,7 @@ def elementwise(k: KernelBuilder, n: Value, out: Pointer, *, unroll: int = 2, mo
             out.store(results[0], i, mask)
 
 
-def new_accumulators(k: KernelBuilder, count: int) -> list[Var]:
+def new_accumulators(k, count: int) -> list[Var]:
     """`count` vector accumulators, zero: several independent chains hide the latency of an addition."""
     return [k.var(k.to(0.0, k.vec)) for _ in range(count)]
 
@@ -152,7 +152,7 @@ def tree_reduce(chains: list[Var], combine: Callable[[Value, Value], Value]) -> 
     return values[0]
 
 
-def columns(k: KernelBuilder, C: int, *, unroll: int = 4, unrolled: bool = False) -> Numbered:
+def columns(k, C: int, *, unroll: int = 4, unrolled: bool = False) -> Numbered:
     """`for column, mask, j in columns(...)`: the vectors of a row of C columns: a loop of `unroll` vectors an iteration, of which
     each is number j < `unroll` (to choose an accumulator). `mask` is None but for the last vector of a row that `k.lanes` does not
     divide. `unrolled`: no loop at all, and `column` is a Python integer, so the body may index a list of registers by it."""
@@ -173,15 +173,13 @@ def columns(k: KernelBuilder, C: int, *, unroll: int = 4, unrolled: bool = False
         yield full_end + c, mask, j
 
 
-def exceeds_caches(k: KernelBuilder, rows: Value, C: int, out: Pointer) -> Value | None:
+def exceeds_caches(k, rows, C: int, out) -> Value | None:
     """The condition `nontemporal` of `write_row`: whether `rows` rows of C columns take more than STREAM_BYTES (i1). None where
     rows are not a multiple of ROW_UNROLL vectors, so that their addresses are not aligned."""
     return rows * (C * out.itemsize) > STREAM_BYTES if C % (ROW_UNROLL * k.lanes) == 0 else None
 
 
-def write_row(
-    k: KernelBuilder, out: Pointer, C: int, *, nontemporal: Value | None, mode: str = "store", unrolled: bool = False
-) -> Written:
+def write_row(k, out, C: int, *, nontemporal, mode: str = "store", unrolled: bool = False) -> Written:
     """`for column, mask, put in write_row(...)`: out[column] = what is put, for a row of C columns, stored or added (`mode`),
     ROW_UNROLL vectors at a time, which fill a cache line also of 16-bit dtypes. `unrolled`: as in `columns`."""
     step = ROW_UNROLL * k.lanes
@@ -220,9 +218,7 @@ def whole_cache_lines(op: Op) -> bool:
     return all(n % 64 == 0 for t in op.outputs.values() for n in (t.first_column, t.row_stride, t.shape[-1]))
 
 
-def write_rows(
-    k: KernelBuilder, rows: Value, F: int, outs: list[tuple[Pointer, int, str]], *, lines: bool
-) -> Iterator[tuple[Value, Written]]:
+def write_rows(k, rows, F: int, outs: list[tuple[Pointer, int, str]], *, lines: bool) -> Iterator[tuple[Value, Written]]:
     """`for row, columns in write_rows(...)`, and `for c, mask, put in columns`: put(...) is given a vector of each of several
     elementwise results of rows of F columns, in parallel over rows. `outs`: (pointer, row stride in elements, mode) of each result.
     Large results are stored non-temporally if all rows fill cache lines (`lines`) and none is accumulated."""

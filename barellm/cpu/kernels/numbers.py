@@ -2,7 +2,7 @@
 
 import struct
 
-from barellm.cpu.kernel import KernelBuilder, Value
+from barellm.cpu.kernel import Value
 
 
 def bits(value: float) -> int:
@@ -10,6 +10,6 @@ def bits(value: float) -> int:
     return struct.unpack("<q", struct.pack("<d", value))[0]
 
 
-def number(k: KernelBuilder, value: Value) -> Value:
+def number(k, value) -> Value:
     """The fp64 that `bits` made an operand of."""
     return k.bitcast(value, "double")

@@ -10,7 +10,7 @@ from functools import partial
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Region, Tensor, Value, lowering, part
+from barellm.cpu.kernel import Lowering, Op, Pointer, Region, Tensor, Value, lowering, part
 from barellm.cpu.kernels import loops
 from barellm.cpu.kernels.loss.loss_scale import scale_of
 from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE
@@ -19,14 +19,12 @@ from barellm.program.ops.optim.optimizer import CHUNK
 CHUNKS, CHUNK_ROWS = 64, 32  # at most so many chunks, of at least so many rows
 
 
-def rows_per_chunk(k: KernelBuilder, rows: Value) -> Value:
+def rows_per_chunk(k, rows) -> Value:
     return k.max(k.ceil_div(rows, CHUNKS), CHUNK_ROWS)
 
 
 @contextmanager
-def chunks_of_rows(
-    k: KernelBuilder, partials: Pointer | None, rows: Value, C: int, count: int
-) -> Iterator[tuple[Pointer | None, Value, Value]]:
+def chunks_of_rows(k, partials, rows, C: int, count: int) -> Iterator[tuple[Pointer | None, Value, Value]]:
     """Loop in parallel over chunks of rows; yields (pointer to the chunk's partial sums (count, C), cleared, or None without
     `partials`; begin and end of its rows)."""
     chunk_rows = rows_per_chunk(k, rows)
@@ -38,7 +36,7 @@ def chunks_of_rows(
         yield dst, begin, k.min(begin + chunk_rows, rows)
 
 
-def column_sums(k: KernelBuilder, partials: Pointer, rows: Value, C: int, count: int) -> Iterator[tuple[Value, loops.Written]]:
+def column_sums(k, partials, rows, C: int, count: int) -> Iterator[tuple[Value, loops.Written]]:
     """`for row, columns in column_sums(...)`, and `for c, mask, add in columns`: add(...) is given `count` vectors, the terms at
     column c; partials (chunks, count, C) are their sums over the rows of each chunk. One row at a time: memory is then read in the
     order of its addresses, which saves more than it costs to load and store the sums, in L1."""
@@ -52,14 +50,14 @@ def column_sums(k: KernelBuilder, partials: Pointer, rows: Value, C: int, count:
         yield row, ((c, mask, partial(add_terms, c, mask)) for c, mask, _ in loops.columns(k, C))
 
 
-def combine_sums(k: KernelBuilder, out, partials, *, C, stride, dims, inner, mode) -> None:
+def combine_sums(k, out, partials, *, C, stride, dims, inner, mode) -> None:
     """out (C) = the sum of the chunks' partial sums, in order, stored or added (`mode`). `stride`: floats between chunks."""
     rows = k.num_elements(dims) * inner
     chunk_rows = rows_per_chunk(k, rows)
     add_chunks(k, out, partials, (rows + chunk_rows - 1) // chunk_rows, C, stride, mode)
 
 
-def add_chunks(k: KernelBuilder, out: Pointer, partials: Pointer, chunks: Value, C: int, stride: int, mode: str) -> None:
+def add_chunks(k, out, partials, chunks, C: int, stride: int, mode: str) -> None:
     """out (C) = the sum over `chunks` of partials[chunk * stride + column], in order, stored or added (`mode`); columns in
     parallel."""
     with k.parallel_range(C, 4 * k.lanes) as (begin, end):
@@ -101,7 +99,7 @@ def lower_partials(c: Lowering, like: Tensor, count: int) -> tuple[Region, str] 
     return (part(c.workspace("partials", chunks * count * 4)), "fp32") if count else None
 
 
-def combine_scalars(k: KernelBuilder, out0, out1, out2, out3, partials, *, modes, dims, inner) -> None:
+def combine_scalars(k, out0, out1, out2, out3, partials, *, modes, dims, inner) -> None:
     """Each out (1) = the sum of its column of partials (chunks, outs), in the chunks' order, stored or added (`modes`)."""
     rows, count = k.num_elements(dims) * inner, len(modes)
     with k.parallel_for(1):
@@ -124,7 +122,7 @@ def lower_scalars(
     c.call(combine_scalars, {"partials": partials, **outs}, constants, writes=" ".join(outs))
 
 
-def bias_grad_partials(k: KernelBuilder, partials, dy, *, C, count, dims, inner) -> None:
+def bias_grad_partials(k, partials, dy, *, C, count, dims, inner) -> None:
     for row, columns in column_sums(k, partials, k.num_elements(dims) * inner, C, count):
         src = dy.at(row * C)
         for c, mask, add_terms in columns:
@@ -141,7 +139,7 @@ def bias_grad(op: Op, c: Lowering) -> None:
 CHAINS = 8
 
 
-def sum_squares(k: KernelBuilder, partials, x, n) -> None:
+def sum_squares(k, partials, x, n) -> None:
     """partials (ceil(n / CHUNK)) = the sum of squares of each CHUNK of x (n)."""
     with k.parallel_for((n + CHUNK - 1) // CHUNK) as chunk:
         sums = loops.new_accumulators(k, CHAINS)
@@ -156,7 +154,7 @@ def lower_sum_squares(op: Op, c: Lowering) -> None:
     c.call(sum_squares, {"partials": op.partials, "x": op.x, "n": op.x.size}, writes="partials")
 
 
-def add_partials(k: KernelBuilder, total, partials, n) -> None:
+def add_partials(k, total, partials, n) -> None:
     """total (1) fp64 = sum of partials (n) in order."""
     with k.parallel_for(1):
         acc = k.var(k.const(0.0, "double"))
@@ -165,7 +163,7 @@ def add_partials(k: KernelBuilder, total, partials, n) -> None:
         total.put(acc.value)
 
 
-def clip_scale(k: KernelBuilder, clip, skipped, loss_scale, totals, n, *, limit) -> None:
+def clip_scale(k, clip, skipped, loss_scale, totals, n, *, limit) -> None:
     """clip (2) = [norm, min(1, limit / norm)], norm = sqrt(sum of totals (n)); `limit` 0: no clipping. A norm that is not finite
     makes the factor NaN and counts in skipped (1). Gradients are multiplied by the loss scale, so both are divided by it. Then
     `loss_scale` (2) = [its power of two, good steps since it changed] is updated: halved after a bad step, doubled after

@@ -19,7 +19,7 @@ def weight_operands(name: str, t: Tensor) -> dict[str, Any]:
     return {name: t, f"{name}_lo": None}
 
 
-def store_halves(k: KernelBuilder, p: Pointer, lanes: list[Value], index: Any, mask: Value | None, *, high: bool) -> None:
+def store_halves(k, p, lanes, index, mask, *, high: bool) -> None:
     """Store 16 bits, the upper ones with `high`, of each i32 lane of one or two adjacent vectors to p[index...]; a mask only with
     one. The halves of two vectors are interleaved by one shuffle and stored at once: AVX-512 truncates a vector in two operations,
     and stores half of one."""

@@ -5,22 +5,19 @@ beyond the last key it is zero. Out-of-order execution overlaps AMX and the vect
 exponentials of the one before run."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Pointer, Value
-from barellm.cpu.kernels.attention.attention_microkernels import Geometry, LaneMask, TileMask, round_up, score_tile_amx
+from barellm.cpu.kernel import Value
+from barellm.cpu.kernels.attention.attention_microkernels import LaneMask, TileMask, round_up, score_tile_amx
 
 ROW_PAIR = 2  # rows of a tile that are one VNNI pair
 
 
-def round_to_tiles(k: KernelBuilder, g: Geometry, num_keys: Value) -> Value:
+def round_to_tiles(k, g, num_keys) -> Value:
     """How many keys of a block are computed where `num_keys` are visible: AMX computes full tiles."""
     return round_up(k, num_keys, g.rows) if g.tiles else num_keys
 
 
-def row_pairs(
-    k: KernelBuilder, g: Geometry, partly_masked: Value, make_mask: Callable[[], LaneMask]
-) -> Iterator[tuple[Value, LaneMask | None]]:
+def row_pairs(k, g, partly_masked, make_mask: Callable[[], LaneMask]) -> Iterator[tuple[Value, LaneMask | None]]:
     """(first row, mask) of each row pair of a tile: a loop as those of loops.py, emitted twice. The mask is None in the loop for
     tiles that all queries see entirely; a tile that is `partly_masked` (i1, at run time) takes the other, whose mask is that of
     make_mask()."""
@@ -32,10 +29,7 @@ def row_pairs(
         yield r, None
 
 
-def score_key_block_amx(
-    k: KernelBuilder, g: Geometry, s: dict[str, Pointer], transposed: Pointer, begin: Any, num_keys: Value,
-    tile_mask: TileMask, capped: Callable[[Value], Value],
-) -> list[Value]:  # fmt: skip
+def score_key_block_amx(k, g, s, transposed, begin, num_keys, tile_mask: TileMask, capped: Callable[[Value], Value]) -> list[Value]:
     """s["p"] (keys, queries) = capped(K Q^T) of the packed keys [begin, num_keys) of a block, -infinity where a query does not see
     a key. Returns each query's largest score, g.vectors vectors. `transposed`: the packed queries; tile_mask(j): the mask of the
     tile of keys from j on."""

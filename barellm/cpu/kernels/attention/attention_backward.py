@@ -16,7 +16,7 @@ pass those of all its blocks accumulate in scratch."""
 
 from contextlib import nullcontext
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Value, lowering, part
+from barellm.cpu.kernel import Lowering, Op, Value, lowering, part
 from barellm.cpu.kernels.attention import attention_microkernels as micro
 from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead, scratch_units
 from barellm.cpu.kernels.attention.attention_backward_windowed import CHUNK, attention_backward_windowed
@@ -28,7 +28,7 @@ ONE_PASS, TWO_PASSES = 5, 7  # GEMMs a block
 SMALL_KEY_BLOCK = 64  # of a work item of two passes, where those of KEY_BLOCK are too few for load balance
 
 
-def attention_delta(k: KernelBuilder, delta, out, dout, *, batch, seq, heads, D, mask_spec) -> None:
+def attention_delta(k, delta, out, dout, *, batch, seq, heads, D, mask_spec) -> None:
     """delta (B, heads, T) = sum(dout * out) over each head's D channels; out and dout are (B, T, heads * D)."""
     C, T = heads * D, mask_spec.length(k, seq)
     with k.parallel_range(micro.runtime_size(k, batch) * T, 32) as (begin, end), k.loop(begin, end) as token:
@@ -41,7 +41,7 @@ def attention_delta(k: KernelBuilder, delta, out, dout, *, batch, seq, heads, D,
             target.put(k.sum(total), head * T)
 
 
-def use_one_pass(k: KernelBuilder, items: Value) -> Value:
+def use_one_pass(k, items) -> Value:
     """Whether (i1) one pass is the faster schedule for `items` heads of keys: its load imbalance, GEMMs in rounds of as many items
     as there are threads, costs less than the two more GEMMs of two passes."""
     threads = k.threads
@@ -50,9 +50,8 @@ def use_one_pass(k: KernelBuilder, items: Value) -> Value:
 
 
 def attention_backward_dkdv(
-    k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream,
-    *, batch, modes, heads, kv_heads, D, **shape,
-) -> None:  # fmt: skip
+    k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream, *, batch, modes, heads, kv_heads, D, **shape
+) -> None:
     """Compute dk and dv, and in one pass also dq. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v, dq,
     dk, dv. `starts`, `stream`: as in attention_forward.attention. A work item is a head of keys, or one of its blocks of keys, for
     all heads of queries that share it: of a group of several, dk and dv are cleared by the first and stored by the last."""
@@ -104,9 +103,8 @@ def attention_backward_dkdv(
 
 
 def attention_backward_dq(
-    k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream,
-    *, batch, modes, heads, kv_heads, D, **shape,
-) -> None:  # fmt: skip
+    k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream, *, batch, modes, heads, kv_heads, D, **shape
+) -> None:
     """Compute dq, unless one pass did: then there are no items. A work item is a group of queries of a head. Parameters as in
     `attention_backward_dkdv`."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)

@@ -9,7 +9,7 @@ from math import e as E
 from math import log2
 from typing import Any
 
-from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.kernels.attention import attention_amx, attention_mask
 from barellm.cpu.kernels.attention import attention_microkernels as micro
 
@@ -53,8 +53,8 @@ class BackwardHead:
     """One head of one sequence: its rows in memory, its blocks in scratch, and the steps of the backward pass on them."""
 
     def __init__(
-        self, k: KernelBuilder, operands: Operands, sequence: Value, head: Value,
-        *, seq, heads, kv_heads, D, strides, rate, length, mask_spec: attention_mask.MaskSpec,
+        self, k, operands: Operands, sequence, head, *, seq, heads, kv_heads, D, strides, rate, length,
+        mask_spec: attention_mask.MaskSpec,
     ) -> None:  # fmt: skip
         """`sequence` and `head` (of queries) select the rows. `strides`: of q, k, v, dq, dk, dv; `rate` of dropout; `length`:
         queries whose dq accumulates in scratch."""
@@ -125,9 +125,8 @@ class BackwardHead:
         return self.key_range.bounds_of(self.k, self.g, t, first_keys)
 
     def probabilities(
-        self, j0: Value, t: Value, begin: Any, num_keys: Value, shift: list[Value], delta: list[Value],
-        *, for_dkdv: bool, key_bounds: micro.KeyBounds | None = None,
-    ) -> None:  # fmt: skip
+        self, j0, t, begin, num_keys, shift, delta, *, for_dkdv: bool, key_bounds: micro.KeyBounds | None = None
+    ) -> None:
         """P and dS of the packed keys [begin, num_keys) of the block from key j0 on and the group of queries from t on, where P =
         exp(S - lse) and dS = P (M dP - delta), with a softcap times its slope: s["ds_vnni"] = dS in units along the keys;
         `for_dkdv` also s["p"] = P M and s["ds"] = dS in units along the queries. `shift`, `delta`: see `pack_queries`."""
@@ -164,9 +163,8 @@ class BackwardHead:
             self.record_ds(j, ds)
 
     def _probabilities_of_tiles(
-        self, j0: Value, t: Value, begin: Any, num_keys: Value, shift: list[Value], delta: list[Value],
-        *, for_dkdv: bool, key_bounds: micro.KeyBounds | None,
-    ) -> None:  # fmt: skip
+        self, j0, t, begin, num_keys, shift, delta, *, for_dkdv: bool, key_bounds: micro.KeyBounds | None
+    ) -> None:
         """`probabilities` with AMX, which leaves tiles in memory: two rows, a VNNI pair along the keys, at a time."""
         k, g, s = self.k, self.g, self.s
         per_row = g.queries // g.pair

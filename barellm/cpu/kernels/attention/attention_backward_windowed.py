@@ -11,7 +11,7 @@ Every sum runs over the same blocks in the same order wherever chunks end, so th
 from contextlib import nullcontext
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Value
+from barellm.cpu.kernel import Value
 from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead
 from barellm.cpu.kernels.attention.attention_mask import MaskSpec
 from barellm.cpu.kernels.attention.attention_microkernels import KEY_BLOCK, Geometry, clear, pack_left, round_up, runtime_size
@@ -22,7 +22,7 @@ CHUNK_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # candidates
 INNER_COST, BORDER_COST = 5, 1  # GEMMs of a block pair in a chunk, and what a pair across its ends costs more
 
 
-def select_chunk_count(k: KernelBuilder, heads: Value, blocks: Value, mask_spec: MaskSpec) -> Value:
+def select_chunk_count(k, heads, blocks, mask_spec: MaskSpec) -> Value:
     """The number of chunks of a sequence of `blocks` key blocks with the shortest makespan, estimated in GEMMs, on these threads,
     which share `heads` heads of keys."""
     min_chunks = k.ceil_div(blocks, CHUNK // KEY_BLOCK)
@@ -38,8 +38,8 @@ def select_chunk_count(k: KernelBuilder, heads: Value, blocks: Value, mask_spec:
 
 
 def attention_backward_windowed(
-    k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream,
-    *, batch, seq, modes, heads, kv_heads, D, mask_spec, **shape,
+    k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream, *, batch, seq, modes, heads, kv_heads, D, mask_spec,
+    **shape,
 ) -> None:  # fmt: skip
     """Compute dq, dk and dv. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v, dq, dk, dv. `starts`: the
     first position of each token's document, None: no documents; `stream`: dropout's random stream."""
@@ -67,10 +67,7 @@ def attention_backward_windowed(
                 h.store_dq(t, h.s["dq"].at((t - first) * h.g.acc_rows), add[0])
 
 
-def add_chunk(
-    k: KernelBuilder, h: BackwardHead, first_block: Value, first: Value, stop: Value, is_first: Value | None,
-    is_last: Value | None, add: Any,
-) -> None:  # fmt: skip
+def add_chunk(k, h: BackwardHead, first_block, first, stop, is_first, is_last, add) -> None:
     """Add the gradients of one head `h` of queries and one chunk: dq of the queries [first, stop) accumulates in scratch; dk and dv
     of the key blocks from `first_block` on, which belong to the chunk, are cleared by the first head of a group and stored by the
     last, or added where `add` (of dk, of dv) is true. `is_first`, `is_last`: i1, None for a group of one. Keys before the chunk,

@@ -16,9 +16,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from math import e, log2
-from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering
+from barellm.cpu.kernel import Lowering, Op, Pointer, Value, lowering
 from barellm.cpu.kernels.attention import attention_microkernels as micro
 from barellm.cpu.kernels.attention.attention_amx import round_to_tiles, score_key_block_amx
 from barellm.cpu.kernels.attention.attention_mask import LOWEST, PLAIN, KeyRange, MaskSpec, dense_constants
@@ -35,7 +34,7 @@ def groups_per_block(g: micro.Geometry) -> int:
     return max(1, QUERY_BLOCK // g.queries)
 
 
-def select_query_block(k: KernelBuilder, g: micro.Geometry, count: Value, T: Value) -> tuple[Value, Value]:
+def select_query_block(k, g, count, T) -> tuple[Value, Value]:
     """(queries of a work item, work items of a head), given `count` heads of all sequences: large items share the packing of K and
     V, small ones balance the load. No bit of the result depends on it."""
     large = groups_per_block(g) * g.queries
@@ -64,9 +63,8 @@ def scratch_units(g: micro.Geometry, rate: float = 0.0, bounded: bool = False) -
 
 
 def attend_queries(
-    k: KernelBuilder, g: micro.Geometry, q: micro.Rows, keys: micro.Rows, values: micro.Rows, out: micro.Rows, lse: Pointer | None,
-    first: Value, last: Value, pos: Value, dropout: micro.Dropout | None = None, head: Value | None = None, sample_key: Any = None,
-    mask_spec: MaskSpec = PLAIN, key_range: KeyRange | None = None, length: Value | None = None, cached: bool = False,
+    k, g, q, keys, values, out, lse, first, last, pos, dropout: micro.Dropout | None = None, head=None, sample_key=None,
+    mask_spec: MaskSpec = PLAIN, key_range: KeyRange | None = None, length=None, cached: bool = False,
 ) -> None:  # fmt: skip
     """A work item: out and lse of the queries [first, last) of one head of one sequence; query t is at position pos + t. Rows of q,
     keys, values, out and lse (None: not stored) begin at token 0. `head` and `sample_key` choose the random bits of `dropout`;
@@ -108,9 +106,7 @@ def attend_queries(
         finish_softmax(k, g, s, out, lse, t, last, (t - first) // g.queries, softmax_scale)
 
 
-def init_softmax(
-    k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], q: micro.Rows, t: Value, last: Value, group: Value, lowest: float
-) -> None:
+def init_softmax(k, g, s, q, t, last, group, lowest: float) -> None:
     """Pack the group of queries from t on, of which those before `last` exist; clear accumulators, set maxima to `lowest`."""
     micro.pack_tile(k, g, q.start(t), k.min(last - t, g.queries), g.queries, s["q_rows"])
     micro.transpose_tile(k, g, s["q_rows"], s["q"].at(group * g.transposed_units))
@@ -121,9 +117,8 @@ def init_softmax(
 
 
 def online_softmax_step(
-    k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], group: Value, v_block: Pointer, begin: Any, num_keys: Value,
-    softmax_scale_log2: Any, tile_mask: micro.TileMask, fill: Callable[[], None] | None = None, start: Start | None = None,
-    capped: Capped = lambda x: x,
+    k, g, s, group, v_block, begin, num_keys, softmax_scale_log2, tile_mask: micro.TileMask, fill: Callable[[], None] | None = None,
+    start: Start | None = None, capped: Capped = lambda x: x,
 ) -> None:  # fmt: skip
     """Add the packed keys [begin, num_keys) of a block to the softmax of a group of queries: m' = max(m, scores), alpha = exp(m -
     m'), sum = alpha sum + p, acc = alpha acc + V^T p. `v_block`: the packed values. tile_mask(j): the mask of the tile of keys from
@@ -143,10 +138,7 @@ def online_softmax_step(
     micro.accumulate_transposed(k, g, acc, v_block, s["p"], begin, num_keys, alpha)
 
 
-def finish_softmax(
-    k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], out: micro.Rows, lse: Pointer | None, t: Value, last: Value, group:
-    Value, softmax_scale: Any,
-) -> None:  # fmt: skip
+def finish_softmax(k, g, s, out, lse, t, last, group, softmax_scale) -> None:
     """Write out = acc / sum and lse = maximum * softmax_scale + ln(sum) of the group of queries from t on, of which those before
     `last` exist; lse None: not stored."""
     stats = s["stats"].at(group * (2 * g.queries))
@@ -165,9 +157,8 @@ Capped = Callable[[Value], Value]
 
 
 def score_key_block(
-    k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], transposed: Pointer, begin: Any, num_keys: Value, tile_mask:
-    micro.TileMask, start: Start | None, capped: Capped,
-) -> list[Value]:  # fmt: skip
+    k, g, s, transposed, begin, num_keys, tile_mask: micro.TileMask, start: Start | None, capped: Capped
+) -> list[Value]:
     """s["p"] (keys, queries) = capped(K Q^T) of the packed keys [begin, num_keys) of a block, -infinity where a query does not see
     a key. Returns each query's largest score, g.vectors vectors. `transposed`: the packed queries; the other parameters are as in
     `online_softmax_step`."""
@@ -198,10 +189,7 @@ def score_key_block(
     return [t.value for t in top]
 
 
-def probabilities(
-    k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], stats: Pointer, softmax_scale_log2: Any, begin: Any,
-    num_keys: Value, dropout: bool,
-) -> None:  # fmt: skip
+def probabilities(k, g, s, stats, softmax_scale_log2, begin, num_keys, dropout: bool) -> None:
     """s["p"] = exp2((scores - maximum) * softmax_scale_log2) of the keys [begin, num_keys), in place, packed as units along the
     keys; with `dropout` times s["keep"]. `stats` [maximum, sum][g.queries]: sum = alpha * sum + the probabilities before
     dropout."""
@@ -229,9 +217,7 @@ def probabilities(
 # --- training and evaluation ---
 
 
-def attention(
-    k: KernelBuilder, out, lse, q, keys, values, starts, stream, *, batch, seq, heads, kv_heads, D, strides, rate, mask_spec,
-) -> None:  # fmt: skip
+def attention(k, out, lse, q, keys, values, starts, stream, *, batch, seq, heads, kv_heads, D, strides, rate, mask_spec) -> None:
     """out and lse of causal or full attention, with windows, documents (`starts`: the first position of each token's document),
     paired heads, and dropout of the given `rate` by random stream number `stream`. `batch`, `seq`: numbers or names of run-time
     scalars; `strides`: of q, keys and values."""
@@ -272,7 +258,7 @@ def lower_attention(op: Op, c: Lowering) -> None:
 # --- decoding ---
 
 
-def cache_row_of(k: KernelBuilder, sequence: Value, T: Value, pos: Any, slots: Any, length: int) -> tuple[Value, Value]:
+def cache_row_of(k, sequence, T, pos, slots, length: int) -> tuple[Value, Value]:
     """(cache row, first position) of a sequence: the row of the caches that it owns (`slots` (B,), None: its own index) and the
     position of its first new token, clamped so that its T new rows end within the cache of `length` rows. `pos`: the positions (B,
     T), or one position for all sequences."""
@@ -280,7 +266,7 @@ def cache_row_of(k: KernelBuilder, sequence: Value, T: Value, pos: Any, slots: A
     return (sequence if slots is None else slots.get(sequence)), first
 
 
-def append_to_caches(k: KernelBuilder, k_cache, v_cache, keys, values, positions, slots, *, batch, seq, C, length, strides) -> None:
+def append_to_caches(k, k_cache, v_cache, keys, values, positions, slots, *, batch, seq, C, length, strides) -> None:
     """Copy keys and values (batch, T, C) into rows [pos, pos + T) of each sequence in the caches (rows, length, C). `strides`: of
     keys and values. `positions` (B, T), `slots` (B,) i32: see `cache_row_of`; positions None: the scalar pos."""
     T, first_positions = micro.runtime_size(k, seq), k.scalar("pos") if positions is None else positions
@@ -297,9 +283,8 @@ def append_to_caches(k: KernelBuilder, k_cache, v_cache, keys, values, positions
 
 
 def attention_cached(
-    k: KernelBuilder, out, q, k_cache, v_cache, positions, slots,
-    *, batch, seq, heads, kv_heads, D, stride, length, mask_spec, exact,
-) -> None:  # fmt: skip
+    k, out, q, k_cache, v_cache, positions, slots, *, batch, seq, heads, kv_heads, D, stride, length, mask_spec, exact
+) -> None:
     """out (B, T, heads * D) = causal attention of the T new queries over the KV caches (rows, length, kv_heads * D), which hold the
     new keys already. `stride`: of q's rows; `positions` (B, T), `slots` (B,) i32: see `cache_row_of`; positions None: the scalar
     pos. One query (decoding) takes a kernel of its own; with `exact` that one has the bits that a query has among several, and AMX
@@ -332,9 +317,7 @@ def attention_cached(
             )
 
 
-def attend_one_query(
-    k: KernelBuilder, D: int, q: Pointer, keys: micro.Rows, values: micro.Rows, out: Pointer, count: Value, mask_spec: MaskSpec
-) -> None:
+def attend_one_query(k, D: int, q, keys, values, out, count, mask_spec: MaskSpec) -> None:
     """out (D) = attention of one query q (D) over `count` keys and values (memory-bound decoding). Channels are lanes, so that no
     lane idles. Three passes: scores to scratch (`count` fp32), probabilities in place of them, sum of the values."""
     scratch = k.thread_scratch("fp32")
@@ -372,7 +355,7 @@ def attend_one_query(
         out.store(a.value * scale, c, mask)
 
 
-def lane_sums(k: KernelBuilder, vectors: list[Value]) -> Value:
+def lane_sums(k, vectors) -> Value:
     """Reduce `lanes` vectors: lane i of the result is the sum over the lanes of vector i, in a fixed tree of pairwise additions."""
     n = k.lanes
     even, odd = list(range(0, 2 * n, 2)), list(range(1, 2 * n, 2))

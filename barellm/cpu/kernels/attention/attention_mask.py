@@ -14,8 +14,8 @@ from math import e as E
 from math import log2, sqrt
 from typing import Any, NamedTuple
 
-from barellm.cpu.kernel import KernelBuilder, Op, Pointer, Value
-from barellm.cpu.kernels.attention.attention_microkernels import Geometry, KeyBounds, Rows, runtime_size, size_constants
+from barellm.cpu.kernel import Op, Pointer, Value
+from barellm.cpu.kernels.attention.attention_microkernels import KeyBounds, Rows, runtime_size, size_constants
 from barellm.cpu.lang.vector import tanh
 
 LOWEST = -1e30  # initial maximum where a query's first block may be fully masked (-inf - -inf would be NaN)
@@ -38,29 +38,29 @@ class MaskSpec(NamedTuple):
         window = op.keys_before(length) if op.window is None else op.window
         return cls(op.fold, window, op.scale, op.causal, op.softcap)
 
-    def keys_before(self, k: KernelBuilder) -> Value:
+    def keys_before(self, k) -> Value:
         """The window at run time, in keys."""
         return k.scalar(self.window) if isinstance(self.window, str) else k.int(self.window)
 
-    def length(self, k: KernelBuilder, seq: str | int) -> Value:
+    def length(self, k, seq: str | int) -> Value:
         """Positions of a folded sequence of `seq` tokens."""
         return runtime_size(k, seq) if self.fold == 1 else runtime_size(k, seq) * self.fold
 
-    def score_scale(self, k: KernelBuilder, D: int, factor: float = 1.0) -> Any:
+    def score_scale(self, k, D: int, factor: float = 1.0) -> Any:
         """The factor of q k^T, times `factor`."""
         if isinstance(self.scale, str):
             return k.splat(k.scalar(self.scale) * factor if factor != 1.0 else k.scalar(self.scale))
         return self.scale * factor if self.scale else factor / sqrt(D)
 
-    def softmax_scale(self, k: KernelBuilder, D: int, factor: float = 1.0) -> Any:
+    def softmax_scale(self, k, D: int, factor: float = 1.0) -> Any:
         """The factor of the softmax's argument, times `factor`: `softcap` if there is one (see `capped`), else q k^T's scale."""
         return self.softcap * factor if self.softcap else self.score_scale(k, D, factor)
 
-    def softmax_scale_log2(self, k: KernelBuilder, D: int) -> Any:
+    def softmax_scale_log2(self, k, D: int) -> Any:
         """`softmax_scale` times log2(e), as exponentials are computed as powers of 2."""
         return self.softmax_scale(k, D, log2(E))
 
-    def capped(self, k: KernelBuilder, x: Value, D: int) -> Value:
+    def capped(self, k, x, D: int) -> Value:
         """The score x = q k^T, or with a softcap tanh(x scale / softcap), in [-1, 1]; `softmax_scale` multiplies it afterwards."""
         return tanh(k, x * self.score_scale(k, D, 1 / self.softcap)) if self.softcap else x
 
@@ -96,7 +96,7 @@ class KeyRange:
     starts: Pointer | None
 
     @classmethod
-    def of(cls, k: KernelBuilder, mask_spec: MaskSpec, T: Value, starts: Pointer | None, sequence: Value) -> KeyRange | None:
+    def of(cls, k, mask_spec: MaskSpec, T, starts, sequence) -> KeyRange | None:
         """The range of a sequence; None where the mask is only causal or full."""
         if mask_spec.window is None and starts is None:
             return None
@@ -108,7 +108,7 @@ class KeyRange:
         assert self.starts is not None
         return self.starts.get(t) if self.fold == 1 else self.starts.get(t >> 1) * self.fold
 
-    def first_key(self, k: KernelBuilder, t: Value) -> Value:
+    def first_key(self, k, t) -> Value:
         """The first key that the query at position t sees; for t beyond the sequence, that of its last query."""
         t = k.min(t, self.T - 1)
         first = k.int(0)
@@ -118,7 +118,7 @@ class KeyRange:
             first = k.max(self._document(t), first)
         return first
 
-    def query_end(self, k: KernelBuilder, key: Value) -> Value:
+    def query_end(self, k, key) -> Value:
         """The end (exclusive) of the queries that see `key`: by its window, or by binary search that of its document."""
         window_end = self.T if self.window is None else k.min(key + self.window + 1, self.T)
         if self.starts is None:
@@ -130,11 +130,11 @@ class KeyRange:
             hi.value, lo.value = k.select(is_later_document, middle, hi.value), k.select(is_later_document, lo.value, middle + 1)
         return lo.value
 
-    def store_first_keys(self, k: KernelBuilder, g: Geometry, t: Value, first_keys: Pointer) -> None:
+    def store_first_keys(self, k, g, t, first_keys) -> None:
         """first_keys (g.queries) i32 = the first key that each query of the group from position t on sees."""
         with k.loop(0, g.queries) as i:
             first_keys.put(self.first_key(k, t + i), i)
 
-    def bounds_of(self, k: KernelBuilder, g: Geometry, t: Value, first_keys: Pointer) -> KeyBounds:
+    def bounds_of(self, k, g, t, first_keys) -> KeyBounds:
         """The bounds of the group of queries from position t on; `first_keys` was filled by `store_first_keys`."""
         return KeyBounds(self.first_key(k, t), self.first_key(k, t + (g.queries - 1)), first_keys)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.kernel import ISA, KernelBuilder, Op, Pointer, Value
+from barellm.cpu.kernel import ISA, Op, Pointer, Value
 from barellm.cpu.kernels.gemm import amx, packing
 from barellm.cpu.lang.random import keep, sample_key, threefry
 from barellm.cpu.lang.vector import EXP2, MAGIC, polynomial, transpose
@@ -100,7 +100,7 @@ def offsets(units: dict[str, int]) -> tuple[dict[str, int], int]:
     return offset_of, total
 
 
-def blocks_of(k: KernelBuilder, units: dict[str, int]) -> dict[str, Pointer]:
+def blocks_of(k, units: dict[str, int]) -> dict[str, Pointer]:
     """The named blocks in this thread's scratch."""
     thread_scratch = k.thread_scratch("fp32")
     return {name: thread_scratch.bytes(k.int(at)) for name, at in offsets(units)[0].items()}
@@ -111,12 +111,12 @@ def size_constant(n: int) -> str | int:
     return n.name if isinstance(n, Dim) else int(n)
 
 
-def round_up(k: KernelBuilder, n: Value, step: int) -> Value:
+def round_up(k, n, step: int) -> Value:
     """The next multiple of `step`, a power of two."""
     return (n + (step - 1)) & -step
 
 
-def runtime_size(k: KernelBuilder, n: str | int) -> Value:
+def runtime_size(k, n: str | int) -> Value:
     """The run-time value of a `size_constant`."""
     return k.scalar(n) if isinstance(n, str) else k.int(n)
 
@@ -160,7 +160,7 @@ def kv_head_of(head: Value, heads: int, kv_heads: int) -> Value:
 # --- between memory and scratch ---
 
 
-def pack_tile(k: KernelBuilder, g: Geometry, source: Rows, count: Value, total: Any, dst: Pointer) -> None:
+def pack_tile(k, g, source, count, total, dst) -> None:
     """Copy rows [0, count) of `source` to dst, a block of `rows`, zero-padded to g.padded_D columns and `total` rows."""
     with k.loop(0, count) as t:
         row, target = source[t], dst.at(t * g.row_units)
@@ -180,7 +180,7 @@ def pack_tile(k: KernelBuilder, g: Geometry, source: Rows, count: Value, total: 
                 target.store(0.0, c)
 
 
-def vnni_pack(k: KernelBuilder, g: Geometry, rows: Pointer, tokens: Any, dst: Pointer) -> Pointer:
+def vnni_pack(k, g, rows, tokens, dst) -> Pointer:
     """Pack a block of `rows` of `tokens` tokens, a multiple of g.pair, into dst as a `vnni` block. Returns the packed block: `rows`
     itself where units are fp32, as nothing is copied then."""
     if g.pair == 1:
@@ -193,7 +193,7 @@ def vnni_pack(k: KernelBuilder, g: Geometry, rows: Pointer, tokens: Any, dst: Po
     return dst
 
 
-def pack_left(k: KernelBuilder, g: Geometry, rows: Pointer, count: Value, dst: Pointer) -> Pointer:
+def pack_left(k, g, rows, count, dst) -> Pointer:
     """Pack a block of `rows` of `count` tokens, padded by `pack_tile`, into dst as the left operand of `accumulate_transposed`:
     `vnni`, or `columns` for AMX. Returns the packed block: dst, or `rows` if nothing had to be copied."""
     if not g.tiles:
@@ -208,7 +208,7 @@ def pack_left(k: KernelBuilder, g: Geometry, rows: Pointer, count: Value, dst: P
     return dst
 
 
-def transpose_tile(k: KernelBuilder, g: Geometry, rows: Pointer, dst: Pointer) -> None:
+def transpose_tile(k, g, rows, dst) -> None:
     """Transpose a block of `rows` of g.queries tokens into dst, a `transposed` block, in squares of `lanes` x `lanes` units."""
     with k.loop(0, g.queries, g.lanes) as v, k.loop(0, g.row_units, g.lanes) as c:
         source, target = rows.at(v * g.row_units + c), dst.at(c * g.queries + v)
@@ -217,7 +217,7 @@ def transpose_tile(k: KernelBuilder, g: Geometry, rows: Pointer, dst: Pointer) -
             target.store(column, i * g.queries)
 
 
-def transpose_accumulator(k: KernelBuilder, g: Geometry, transposed: Pointer, dst: Pointer, factor: list[Value]) -> None:
+def transpose_accumulator(k, g, transposed, dst, factor) -> None:
     """dst (queries, g.padded_D) = the transpose of the accumulator `transposed` (D, queries), times `factor`: for each of g.vectors
     vectors of queries a vector of factors."""
     for v in range(g.vectors):
@@ -229,9 +229,7 @@ def transpose_accumulator(k: KernelBuilder, g: Geometry, transposed: Pointer, ds
                 target.store(row, (v * g.lanes + i) * g.padded_D)
 
 
-def unpack_tile(
-    k: KernelBuilder, g: Geometry, rows: Pointer, count: Value, dst: Rows, factor: Any, add: Value | None = None
-) -> None:
+def unpack_tile(k, g, rows, count, dst, factor, add=None) -> None:
     """dst (count, D) in memory = fp32 rows [token][g.padded_D] times `factor`, plus the old dst where `add` (i1; None: never)."""
     with k.loop(0, count) as t:
         row, target = rows.at(t * g.padded_D), dst[t]
@@ -262,9 +260,7 @@ class Right:
     step: int
 
 
-def micro_kernel(
-    k: KernelBuilder, g: Geometry, a: Left, b: Right, steps: Any, start: list[list[Value]] | None = None, **shape: int
-) -> list[list[Value]]:
+def micro_kernel(k, g, a: Left, b: Right, steps, start=None, **shape: int) -> list[list[Value]]:
     """start + A @ B over `steps` units of the contraction: a register tile of g.rows rows x g.vectors vectors (or `rows`, `vectors`
     of `shape`), as values [row][vector]; `start` None: zero. Each element is one accumulation chain, in order."""
     rows, vectors = shape.get("rows", g.rows), shape.get("vectors", g.vectors)
@@ -285,24 +281,19 @@ def micro_kernel(
     return [[x.value for x in row] for row in acc]
 
 
-def score_tile(
-    k: KernelBuilder, g: Geometry, rows: Pointer, first: Value, transposed: Pointer, start: list[list[Value]] | None = None,
-) -> list[list[Value]]:  # fmt: skip
+def score_tile(k, g, rows, first, transposed, start=None) -> list[list[Value]]:
     """A register tile of K Q^T or V dO^T plus `start` (None: zero): tokens [first, first + g.rows) of a block of `rows` x the
     g.queries tokens of a `transposed` block. Returns values [row][vector]."""
     return micro_kernel(k, g, Left(rows.at(first * g.row_units), g.row_units, 1), Right(transposed, g.queries), g.d_steps, start)
 
 
-def score_tile_amx(k: KernelBuilder, g: Geometry, rows: Pointer, first: Value, transposed: Pointer, dst: Pointer) -> None:
+def score_tile_amx(k, g, rows, first, transposed, dst) -> None:
     """A tile of K Q^T or V dO^T on AMX, as `score_tile` without a start, to memory: dst [g.rows][g.queries] fp32."""
     left = amx.row_major(rows.at(first * g.row_units), 4 * g.row_units)
     amx.gemm_accumulate(k, dst, left, transposed, g.row_units // amx.SIDE, rows=g.rows, cols=g.queries, begins=True)
 
 
-def accumulate_transposed(
-    k: KernelBuilder, g: Geometry, acc: Pointer, vnni: Pointer, right: Pointer, begin: Any, end: Value,
-    factor: list[Value] | None = None,
-) -> None:  # fmt: skip
+def accumulate_transposed(k, g, acc, vnni, right, begin, end, factor=None) -> None:
     """acc (D, queries) = acc * factor + X^T R, contracted over the tokens [begin, end): X (tokens, D) packed by `pack_left`, R
     (tokens, queries) in units along the tokens; `factor`: vectors with a lane for each query, None: 1. `begin` is a Value or 0. On
     AMX begin and end are multiples of 32."""
@@ -338,9 +329,7 @@ def accumulate_transposed(
         multiply_tile(full_rows, g.D % g.rows)
 
 
-def accumulate_rows(
-    k: KernelBuilder, g: Geometry, acc: Pointer, left_block: Pointer, vnni: Pointer, begin: Any, end: Value
-) -> None:
+def accumulate_rows(k, g, acc, left_block, vnni, begin, end) -> None:
     """acc (tokens, g.padded_D) += L @ X for the tokens [begin, end), contracted over a group's g.queries queries: L (tokens,
     g.queries) in units along the queries, X (g.queries, D) a `vnni` block. Full tiles of g.rows tokens are computed, which may
     reach beyond `end`."""
@@ -370,7 +359,7 @@ def accumulate_rows(
             multiply_tile(t, full_columns, g.padded_D % step // g.lanes)
 
 
-def clear(k: KernelBuilder, block: Pointer, units: Any) -> None:
+def clear(k, block, units) -> None:
     """Zero `units` (a multiple of the lanes)."""
     with k.loop(0, units, k.lanes) as i:
         block.store(0.0, i)
@@ -379,7 +368,7 @@ def clear(k: KernelBuilder, block: Pointer, units: Any) -> None:
 # --- softmax and dropout ---
 
 
-def exp2_nonpositive(k: KernelBuilder, g: Geometry, x: Value) -> Value:
+def exp2_nonpositive(k, g, x) -> Value:
     """2^x for x <= 0 (up to rounding); 0 at -infinity, NaN for NaN. x = n + f: 2^f is a polynomial; n is added to the exponent."""
     x = k.max(-127.0, x)  # an exponent field of zero; of a NaN this is the NaN
     shifted = x + MAGIC
@@ -387,14 +376,14 @@ def exp2_nonpositive(k: KernelBuilder, g: Geometry, x: Value) -> Value:
     return k.bitcast(k.bitcast(p, k.ivec) + (k.bitcast(shifted, k.ivec) << 23), k.vec)
 
 
-def pack_units(k: KernelBuilder, g: Geometry, even: Value, odd: Value | None) -> Value:
+def pack_units(k, g, even, odd) -> Value:
     """Round two rows of fp32 lanes to VNNI pairs (even, odd); with g.pair 1 return the one row as it is."""
     if odd is None:
         return even
     return k.bitcast(k.interleave(k.round_bf16(even), k.round_bf16(odd)), k.vec)
 
 
-def store_units(k: KernelBuilder, g: Geometry, dst: Pointer, row: list[Value]) -> None:
+def store_units(k, g, dst, row) -> None:
     """Store a row of g.queries fp32 lanes as units along the row."""
     for v, x in enumerate(row):
         if g.pair == 2:
@@ -411,7 +400,7 @@ class KeyBounds:
     last: Value
     first_keys: Pointer
 
-    def first_row(self, k: KernelBuilder, g: Geometry, j0: Value) -> Value:
+    def first_row(self, k, g, j0) -> Value:
         """The index in the block from key j0 on of the first key that any of the queries sees, rounded down to a tile."""
         return k.max(self.first - j0, 0) & -g.rows
 
@@ -420,9 +409,7 @@ LaneMask = Callable[[Any, int], Value]  # (row of a tile, vector) -> lanes whose
 TileMask = Callable[[Value], tuple[Value, Callable[[], LaneMask]]]  # tile -> whether it is partly masked, and its mask
 
 
-def tile_mask(
-    k: KernelBuilder, g: Geometry, position: Value, key_bounds: KeyBounds | None, length: Value | None, j0: Value | None, j: Value
-) -> tuple[Value, Callable[[], LaneMask]]:
+def tile_mask(k, g, position, key_bounds: KeyBounds | None, length, j0, j) -> tuple[Value, Callable[[], LaneMask]]:
     """(partly masked (i1), function that returns the lane mask) of a tile of g.rows keys and the group of queries from `position`
     on. The tile begins at row j of the block from key j0 on (None: at key j). `length`: the number of keys of full attention, None:
     causal; `key_bounds`: the first keys that windows or documents leave, None: all from 0 on."""
@@ -455,15 +442,12 @@ class Dropout:
     stream: Value
     heads: int
 
-    def key(self, k: KernelBuilder, sample: Value) -> tuple[Value, Value]:
+    def key(self, k, sample) -> tuple[Value, Value]:
         """The threefry key of a sequence in this step, two i32 in all lanes."""
         first, second = sample_key(k, k.scalar("seed"), k.scalar("step"), k.scalar("sample") + sample, self.stream)
         return k.splat(first), k.splat(second)
 
-    def fill(
-        self, k: KernelBuilder, g: Geometry, dst: Pointer, key: tuple[Value, Value], head: Value, query: Value,
-        first: Value, count: Value,
-    ) -> None:  # fmt: skip
+    def fill(self, k, g, dst, key, head, query, first, count) -> None:
         """dst [key][g.queries] = the multipliers of keys [first, first + count) and of the group of queries from `query` on.
         `first` is a multiple of 32 = 2 HALF: one call of threefry gives two words, for keys that are HALF apart."""
         rows = [k.splat((query + v * g.lanes) * self.heads + head) + k.iota() * self.heads for v in range(g.vectors)]

@@ -9,9 +9,8 @@ time), and channels those of the result.
 (attention_microkernels.py)."""
 
 from dataclasses import replace
-from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Pointer, Value
+from barellm.cpu.kernel import Value
 from barellm.cpu.kernels.attention import attention_microkernels as micro
 from barellm.cpu.kernels.attention.attention_mask import LOWEST, MaskSpec
 from barellm.cpu.lang.vector import transpose
@@ -29,10 +28,7 @@ def one_query_units(g: micro.Geometry) -> dict[str, int]:
     return {**sizes, "p_units": micro.KEY_BLOCK if g.pair == 2 else 0}
 
 
-def attend_one_query_exactly(
-    k: KernelBuilder, g: micro.Geometry, q: micro.Rows, keys: micro.Rows, values: micro.Rows, out: Pointer, first: Value | None,
-    count: Value, mask_spec: MaskSpec,
-) -> None:  # fmt: skip
+def attend_one_query_exactly(k, g, q, keys, values, out, first, count, mask_spec: MaskSpec) -> None:
     """out (D) = attention of the query q (one row) over the keys [first, count); `first` None: 0. `mask_spec`: scale, softcap."""
     wide, s = one_query_geometry(g), micro.blocks_of(k, one_query_units(g))
     scale_log2 = mask_spec.softmax_scale_log2(k, g.D)
@@ -72,7 +68,7 @@ def attend_one_query_exactly(
         out.store(s["acc"].load(c) * scale, c, mask)
 
 
-def transpose_keys(k: KernelBuilder, g: micro.Geometry, keys: micro.Rows, count: Value, dst: Pointer) -> None:
+def transpose_keys(k, g, keys, count, dst) -> None:
     """dst [g.d_steps][g.queries] = g.queries keys transposed, of which `count` exist; the last one is repeated behind them."""
     with k.loop(0, g.queries, g.lanes) as t:
         rows = [keys[k.min(t + i, count - 1)] for i in range(g.lanes)]
@@ -83,9 +79,7 @@ def transpose_keys(k: KernelBuilder, g: micro.Geometry, keys: micro.Rows, count:
                 dst.store(column, (c + i) * g.queries + t)
 
 
-def accumulate_one_query(
-    k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], values: micro.Rows, begin: Any, end: Value, alpha: Value
-) -> Value:
+def accumulate_one_query(k, g, s, values, begin, end, alpha) -> Value:
     """s["acc"] (D) = alpha s["acc"] + s["p"] @ values over the keys [begin, end) of a block. Returns the sum of s["p"]."""
     columns, total = k.columns(g.D), k.var(k.float(0.0))
     max_columns = max(1, k.isa.registers // 2)  # vectors of channels

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from math import e, log2
 from typing import Any
 
-from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernel import ISA, Value
 from barellm.cpu.kernels.attention import attention_microkernels as micro
 from barellm.cpu.kernels.attention.attention_mask import MaskSpec
 from barellm.cpu.lang.vector import ln, transpose
@@ -55,10 +55,7 @@ def backward_units(g: micro.Geometry, shared: bool) -> dict[str, int]:
     }  # fmt: skip
 
 
-def load_rows(
-    k: KernelBuilder, g: micro.Geometry, source: micro.Rows, count: Value, *, rows: Pointer | None = None, transposed: Pointer |
-    None = None, vnni: Pointer | None = None,
-) -> None:  # fmt: skip
+def load_rows(k, g, source, count, *, rows=None, transposed=None, vnni=None) -> None:
     """Read `count` bf16 rows of `source` once, and pack them in each layout that has a destination (`rows`, `transposed`
     [g.d_steps][MAX_SEQ], `vnni`), zero-padded to a multiple of g.queries rows. One step handles `lanes` rows x `lanes` pairs."""
     with k.loop(0, micro.round_up(k, count, g.queries), g.lanes) as t:
@@ -89,10 +86,7 @@ def load_rows(
                     transposed.as_dtype("i32").store_raw(column, t + (c + i) * MAX_SEQ)
 
 
-def store_rows(
-    k: KernelBuilder, g: micro.Geometry, tile: list[list[Value]], dst: micro.Rows, first: Value, c: Any, count: Value, factors:
-    list[Any]
-) -> None:  # fmt: skip
+def store_rows(k, g, tile, dst, first, c: Any, count, factors) -> None:
     """dst[first + r] from column c on = row r of a register tile times factors[r], for the rows below `count`."""
 
     def store_row(r: int) -> None:
@@ -110,10 +104,7 @@ def store_rows(
                 store_row(r)
 
 
-def gemm_rows(
-    k: KernelBuilder, g: micro.Geometry, left: micro.Left, vnni: Pointer, steps: Value, dst: micro.Rows, first: Value, count: Value,
-    factors: list[Any], *, add: bool = False,
-) -> None:  # fmt: skip
+def gemm_rows(k, g, left: micro.Left, vnni, steps, dst, first, count, factors, *, add: bool = False) -> None:
     """Rows [first, first + g.rows) of dst, below `count`, = (L @ X) times factors[r], or with `add` dst + L @ X (factors are then
     1). L (g.rows, tokens) is broadcast, X (tokens, D) is a `vnni` block; both begin at the first of `steps` pairs of tokens."""
     with k.loop(0, g.padded_D, g.vectors * g.lanes) as c:
@@ -122,7 +113,7 @@ def gemm_rows(
         store_rows(k, g, tile, dst, first, c, count, factors)
 
 
-def causal_tiles(k: KernelBuilder, g: micro.Geometry, t: Value) -> Iterator[tuple[Value, int, int, bool]]:
+def causal_tiles(k, g, t) -> Iterator[tuple[Value, int, int, bool]]:
     """(first key, rows, first vector, needs_mask) of the tiles of all keys that the group of g.queries queries (two vectors) from t
     on sees: a loop as those of loops.py. A tile has both vectors and g.rows keys, or only the second vector and twice as many keys;
     `needs_mask`: its first vector has queries before its last key."""
@@ -133,14 +124,12 @@ def causal_tiles(k: KernelBuilder, g: micro.Geometry, t: Value) -> Iterator[tupl
     yield t + g.lanes, 2 * g.rows, 1, True
 
 
-def earlier(k: KernelBuilder, g: micro.Geometry, x: Value, key: Value, query: Value, masked: float) -> Value:
+def earlier(k, g, x, key, query, masked: float) -> Value:
     """x, whose lanes are queries from `query` on, with `masked` where the query is before `key`."""
     return k.select(k.iota() < k.splat(key - query), masked, x)
 
 
-def attention_single_block(
-    k: KernelBuilder, out, lse, q, keys, values, *, batch, seq, heads, kv_heads, D, strides, mask_spec: MaskSpec
-) -> None:
+def attention_single_block(k, out, lse, q, keys, values, *, batch, seq, heads, kv_heads, D, strides, mask_spec: MaskSpec) -> None:
     """out and lse of causal attention of sequences of MAX_SEQ tokens at most. A work item is a head of a sequence. `batch`, `seq`:
     numbers or names of run-time scalars; `strides`: of q, keys and values."""
     g, T = micro.Geometry.of(k.isa, q.dtype, D), micro.runtime_size(k, seq)
@@ -166,7 +155,7 @@ def attention_single_block(
                 gemm_rows(k, g, micro.Left(s["p"].at(i), 1, g.queries), s["v"], pairs, dst, t + i, T, factors)
 
 
-def single_block_scores(k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], t: Value) -> list[Value]:
+def single_block_scores(k, g, s, t) -> list[Value]:
     """s["scores"] (keys, g.queries) = K Q^T of the group of queries from t on, -infinity where the key is later. Returns each
     query's largest score, g.vectors vectors."""
     top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
@@ -187,9 +176,7 @@ def single_block_scores(k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointe
     return [x.value for x in top]
 
 
-def single_block_probabilities(
-    k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], t: Value, shift: list[Value], softmax_scale_log2: float
-) -> list[Value]:
+def single_block_probabilities(k, g, s, t, shift, softmax_scale_log2: float) -> list[Value]:
     """s["p"] = exp2(scores * softmax_scale_log2 + shift) of the group of queries from t on, packed as units along the keys;
     `shift`: a vector for each of g.vectors. Returns each query's sum."""
     sums = [k.var_vec(0.0) for _ in range(g.vectors)]
@@ -211,8 +198,8 @@ def single_block_probabilities(
 
 
 def attention_backward_single_block(
-    k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, *, batch, seq, heads, kv_heads, D, strides, mask_spec,
-) -> None:  # fmt: skip
+    k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, *, batch, seq, heads, kv_heads, D, strides, mask_spec
+) -> None:
     """dq, dkeys and dvalues of causal attention of sequences of MAX_SEQ tokens at most. A work item is a head of keys with its
     group of query heads, whose dk and dv are summed in scratch. `strides`: of q, k, v, dq, dk, dv; `delta`: as in
     attention_backward.py."""
@@ -262,7 +249,7 @@ def attention_backward_single_block(
             micro.unpack_tile(k, g, s["dk"], T, dk, scale[0])
 
 
-def single_block_gradients(k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], t: Value, softmax_scale_log2: float) -> None:
+def single_block_gradients(k, g, s, t, softmax_scale_log2: float) -> None:
     """P = exp(S - lse) and dS = P (dP - delta) of the group of queries from t on: s["p"], s["ds"] packed as units along the
     queries, s["ds_vnni"] = dS as units along the keys. S = K Q^T and dP = V dO^T, both transposed."""
     for j, rows, first, needs_mask in causal_tiles(k, g, t):  # `rows` keys from j on x the queries of the vectors from `first` on

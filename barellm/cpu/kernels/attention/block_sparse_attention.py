@@ -56,9 +56,7 @@ class Table:
         """0: all of an entry's block is visible; n: mask n - 1 of `masks` says what is."""
         return self.table.get(entry + (self.lists + 1 + self.entries))
 
-    def tile_mask(
-        self, g: micro.Geometry, entry: Value, query: Value, j: Value
-    ) -> tuple[Value, Callable[[], Callable[[int, int], Value]]]:
+    def tile_mask(self, g, entry, query, j) -> tuple[Value, Callable[[], Callable[[int, int], Value]]]:
         """(partly masked (i1), function that returns the lane mask) of the tile from row j of the packed blocks on, whose first one
         is `entry`, for the group of queries from position `query` of its block on."""
         k, words = self.k, -(-self.block // layouts.WORD)
@@ -80,10 +78,7 @@ class Table:
         return kind > 0, make_mask
 
 
-def gather(
-    k: KernelBuilder, g: micro.Geometry, table: Table, tensors: tuple[tuple[micro.Rows, Pointer], ...], entry: Value, num_blocks:
-    Value, T: Value
-) -> None:  # fmt: skip
+def gather(k, g, table: Table, tensors: tuple[tuple[micro.Rows, Pointer], ...], entry, num_blocks, T) -> None:
     """Pack the blocks of keys of `num_blocks` entries, from `entry` on, one after the other as `rows`: for each (tensor, scratch
     block) of `tensors`. A sequence has T tokens; rows beyond are zero."""
     with k.loop(0, num_blocks) as i:
@@ -103,10 +98,7 @@ def scratch_units(g: micro.Geometry, block: int, distances: Distances | None) ->
     }  # fmt: skip
 
 
-def relative_bias_of(
-    k: KernelBuilder, g: micro.Geometry, s: dict[str, Pointer], block: int, relative: Pointer | None, head: Value, heads: int,
-    distances: Distances | None,
-) -> RelativePositionBias | None:  # fmt: skip
+def relative_bias_of(k, g, s, block: int, relative, head, heads: int, distances: Distances | None) -> RelativePositionBias | None:
     """The relative position bias of a head, if there is any."""
     if relative is None or distances is None:
         return None
@@ -114,8 +106,8 @@ def relative_bias_of(
 
 
 def block_sparse_attention(
-    k: KernelBuilder, out, lse, q, keys, values, rows, masks, relative,
-    *, batch, seq, heads, kv_heads, D, strides, block, lists, entries, distances,
+    k, out, lse, q, keys, values, rows, masks, relative, *, batch, seq, heads, kv_heads, D, strides, block, lists, entries,
+    distances,
 ) -> None:  # fmt: skip
     """out and lse of attention over the blocks of keys that the table `rows` lists for each block of queries; `masks`: bits of
     partly masked blocks. `relative` (distances, heads * D): the vectors of a relative position bias, or None. `lists`, `entries`:

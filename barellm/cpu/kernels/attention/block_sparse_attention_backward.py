@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 from math import sqrt
 from typing import Any
 
-from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Value, lowering, part
+from barellm.cpu.kernel import ISA, Lowering, Op, Value, lowering, part
 from barellm.cpu.kernels.attention import attention_microkernels as micro
 from barellm.cpu.kernels.attention.attention_backward import attention_delta, use_one_pass
 from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead, Operands
@@ -60,8 +60,8 @@ class BlockSparseHead(BackwardHead):
     block of queries minus that of packed block i of keys. With `sums` it accumulates the gradient of its relative position bias."""
 
     def __init__(
-        self, k: KernelBuilder, operands: Operands, sequence: Value, head: Value, table: Table, rows: int,
-        relative: Pointer | None, distances: Distances | None, *, sums: bool, **size_constants: Any,
+        self, k, operands: Operands, sequence, head, table: Table, rows: int, relative, distances: Distances | None, *, sums: bool,
+        **size_constants,
     ) -> None:  # fmt: skip
         """`rows`: tokens of a sequence, padded to blocks; `relative`, `distances`: the position bias's vectors and distances, or
         None."""
@@ -99,9 +99,7 @@ class BlockSparseHead(BackwardHead):
             with self.bias.for_each_near(num_blocks, self.block_distance) as (block_distance, i):
                 self.bias.bias_of_queries(block_distance, i, self.query, self.s["q_transposed"])
 
-    def tile_mask(
-        self, key: Value, t: Value, key_bounds: micro.KeyBounds | None
-    ) -> tuple[Value, Callable[[], Callable[[int, int], Value]]]:
+    def tile_mask(self, key, t, key_bounds: micro.KeyBounds | None) -> tuple[Value, Callable[[], Callable[[int, int], Value]]]:
         return self.table.tile_mask(self.g, self.entry, self.query, key)
 
     def add_row(self, row: Value, begin: Value, end: Value, is_one_pass: Value) -> None:
@@ -139,21 +137,21 @@ class BlockSparseHead(BackwardHead):
             self.store_dq(t, self.s["dq"].at((t - first) * g.acc_rows), add)
 
 
-def rows_per_part(k: KernelBuilder, batch: str | int, kv_heads: int, blocks: Value) -> Value:
+def rows_per_part(k, batch: str | int, kv_heads: int, blocks) -> Value:
     """How many rows of a layout of `blocks` rows share one partial sum of the position bias's gradient."""
     return k.ceil_div(blocks, k.ceil_div(k.int(PARTIAL_SUMS), micro.runtime_size(k, batch) * kv_heads))
 
 
 @contextmanager
-def query_heads(k: KernelBuilder, group: int) -> Iterator[Value]:
+def query_heads(k, group: int) -> Iterator[Value]:
     """Loop over the `group` heads of queries that share a head of keys; yields the index in the group."""
     with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as member:
         yield member
 
 
 def block_sparse_attention_backward_rows(
-    k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, rows, masks, relative, partials,
-    *, batch, modes, heads, kv_heads, block, lists, entries, distances, **shape,
+    k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, rows, masks, relative, partials, *, batch, modes, heads, kv_heads,
+    block, lists, entries, distances, **shape,
 ) -> None:  # fmt: skip
     """Compute dq, and in one pass also dk and dv. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v, dq,
     dk, dv. partials (sequences, parts, distances, heads * D): partial sums of the relative bias's gradient. A work item is a head
@@ -195,8 +193,8 @@ def block_sparse_attention_backward_rows(
 
 
 def block_sparse_attention_backward_columns(
-    k: KernelBuilder, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, columns, masks, relative,
-    *, batch, modes, heads, kv_heads, block, lists, entries, distances, **shape,
+    k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, columns, masks, relative, *, batch, modes, heads, kv_heads, block,
+    lists, entries, distances, **shape,
 ) -> None:  # fmt: skip
     """Compute dk and dv, unless one pass did. A work item is a block of keys of a head of keys: a column of the layout, whose table
     `columns` lists blocks of queries. Parameters as in `block_sparse_attention_backward_rows`."""
@@ -238,7 +236,7 @@ def block_sparse_attention_backward_columns(
                 h.store_dkdv(j0, count, s["dk"], s["dv"], (add[1], add[2]))
 
 
-def add_relative_parts(k: KernelBuilder, drelative, partials, *, batch, seq, kv_heads, block, size, mode) -> None:
+def add_relative_parts(k, drelative, partials, *, batch, seq, kv_heads, block, size, mode) -> None:
     """drelative (size) = the sum of the partial sums over sequences and parts, in order."""
     blocks = k.ceil_div(micro.runtime_size(k, seq), block)
     parts = k.ceil_div(blocks, rows_per_part(k, batch, kv_heads, blocks))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Op, Pointer, Value, kernel
+from barellm.cpu.kernel import Op, Pointer, Value, kernel
 from barellm.cpu.kernels.attention.attention_microkernels import runtime_size, size_constant
 from barellm.cpu.kernels.loops import LINE, STREAM_BYTES, accumulate, new_accumulators, row_grain, store_all, tree_reduce
 
@@ -32,7 +32,7 @@ class Angles:
     """RoPE of a head by the angles in one row of the tables: adjacent columns 2 i and 2 i + 1 rotate in plane i; with `back` by the
     negative angle. `cached`: the factors of all columns stay in registers."""
 
-    def __init__(self, k: KernelBuilder, cos: Pointer, sin: Pointer, *, half: int, back: bool, cached: bool) -> None:
+    def __init__(self, k, cos, sin, *, half: int, back: bool, cached: bool) -> None:
         self.k, self.cos, self.sin, self.half, self.back = k, cos, sin, half, back
         self.cached = {c: self._factors(c) for c in range(0, half, k.lanes)} if cached else {}
 
@@ -81,7 +81,7 @@ class HeadOfRow:
 class HeadLoop:
     """The parallel loop over all heads of all rows, and the loads, stores and sums of a head's vectors."""
 
-    def __init__(self, k: KernelBuilder, cos, sin, *, batch, seq, half, heads, kv_heads, paired, shift, back) -> None:
+    def __init__(self, k, cos, sin, *, batch, seq, half, heads, kv_heads, paired, shift, back) -> None:
         self.k, self.tables, self.half, self.back = k, (cos, sin), half, back
         self.heads, self.count, self.step, self.shift = heads, heads + kv_heads, 2 if paired else 1, shift
         self.T = runtime_size(k, seq)
@@ -152,14 +152,14 @@ class HeadLoop:
         return self.k.sum(tree_reduce(sums, add))
 
 
-def lane_range_mask(k: KernelBuilder, first: int, last: int) -> Value:
+def lane_range_mask(k, first: int, last: int) -> Value:
     """The mask of the lanes [first, last)."""
     bits = ", ".join(f"i1 {'true' if first <= i < last else 'false'}" for i in range(k.lanes))
     return Value(k, f"<{k.lanes} x i1>", f"<{bits}>")
 
 
 @kernel("qk_rotary", constants=lambda op: {"eps": op.eps, **constants_of(op)}, views="x")
-def qk_rotary(k: KernelBuilder, y, rstd, x, cos, sin, *, eps, strides, lines, **shape) -> None:
+def qk_rotary(k, y, rstd, x, cos, sin, *, eps, strides, lines, **shape) -> None:
     """y = RoPE(x * rstd) for each head, rstd = 1 / sqrt(mean(x^2) + eps) over its D columns. Memory is read once: a head stays in
     registers. If a head moves, its upper half is that of the position before, normalized by that one's rstd."""
     walk = HeadLoop(k, cos, sin, back=False, **shape)  # heads of rows, and their vectors
@@ -192,7 +192,7 @@ def qk_rotary(k: KernelBuilder, y, rstd, x, cos, sin, *, eps, strides, lines, **
 
 
 @kernel("qk_rotary_backward", constants=constants_of, views="x dx")
-def qk_rotary_backward(k: KernelBuilder, dx, dy, x, rstd, cos, sin, *, strides, lines, mode_dx, **shape) -> None:
+def qk_rotary_backward(k, dx, dy, x, rstd, cos, sin, *, strides, lines, mode_dx, **shape) -> None:
     """dx = rstd (dn - n mean(dn n)) for each head, where n = x rstd, and dn is dy rotated back; if the head moves, the upper half
     of dn goes back to the position before."""
     walk = HeadLoop(k, cos, sin, back=True, **shape)

@@ -156,7 +156,7 @@ class RelativePositionBias:
         micro.unpack_tile(self.k, self.g, self.s["dr"].at(self.g.rows * self.g.padded_D), count, dst, softmax_scale)
 
 
-def load_diagonals(k: KernelBuilder, g: micro.Geometry, rows: Pointer, top: Value) -> list[list[Value]]:
+def load_diagonals(k, g, rows, top) -> list[list[Value]]:
     """A register tile of diagonals of `rows` [row][g.queries]: lane l (of the group) of tile[r] is element (top - r + l, l). Each
     step blends rows 1, 2, 4, ... apart by the next bit of the lane's index, so that lane l ends up l rows further."""
     tile: list[list[Value]] = [[] for _ in range(g.rows)]

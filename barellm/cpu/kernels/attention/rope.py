@@ -3,7 +3,7 @@ Column i of a head and column i + half rotate together, half = D / 2."""
 
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Op, Value, kernel
+from barellm.cpu.kernel import Op, Value, kernel
 from barellm.cpu.kernels.attention.attention_microkernels import runtime_size, size_constant
 from barellm.cpu.kernels.loops import STREAM_BYTES, accumulate, row_grain, store_all, write_row
 
@@ -18,7 +18,7 @@ def constants_of(op: Op) -> dict[str, Any]:
 
 
 @kernel("rope", constants=constants_of, views="x y", also={"positions": "i32"})
-def rope(k: KernelBuilder, y, x, cos, sin, positions, *, batch, seq, W, half, heads, inverse, strides, lines, mode_y) -> None:
+def rope(k, y, x, cos, sin, positions, *, batch, seq, W, half, heads, inverse, strides, lines, mode_y) -> None:
     """y = x with the first `heads` heads of each row rotated by the angles of its position (`inverse`: by the negative angles), and
     the other columns copied. `positions` (batch, seq) i32; None: positions begin at the scalar pos. If there are enough registers,
     a row's cosines and sines stay there for all heads."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.kernels.conv.conv_implicit_gemm import OutputMap
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Images, LineBuffer
 from barellm.cpu.kernels.loops import accumulate, accumulate_scalar
@@ -70,7 +70,7 @@ def window_height(geometry: ConvGeometry) -> int:
 class LineBlock:
     """Some output lines of one channel of one image: the input lines that they see in scratch, and their register tiles."""
 
-    def __init__(self, k: KernelBuilder, x: Pointer, geometry: ConvGeometry, blocking: Blocking) -> None:
+    def __init__(self, k, x, geometry: ConvGeometry, blocking: Blocking) -> None:
         self.k, self.geometry, self.blocking = k, geometry, blocking
         self.lines = LineBuffer(k, geometry, x, k.thread_scratch(), blocking.columns)
         self.sums = self.lines.at.at(blocking.input_lines(geometry) * self.lines.pitch)
@@ -129,7 +129,7 @@ class LineBlock:
 
 
 def conv_depthwise(
-    k: KernelBuilder, out, a, x, *, images: Images, geometry: ConvGeometry, target: OutputMap, blocking: Blocking, mode: str
+    k, out, a, x, *, images: Images, geometry: ConvGeometry, target: OutputMap, blocking: Blocking, mode: str
 ) -> None:
     """out (N, groups rows, *target.size) = depthwise convolution of x (N, groups, H, W) with `rows` filters a (groups rows, taps),
     fp32, for each channel. `target`: where the outputs lie in out, adjacent unless the convolution is one of a strided one's
@@ -177,9 +177,7 @@ def conv_depthwise(
                         accumulate_scalar(k, dst, y + (x_ + q) * target.stride[1], block.sums.get(q), mode)
 
 
-def conv_depthwise_wgrad(
-    k: KernelBuilder, dw, dy, x, *, images: Images, geometry: ConvGeometry, blocking: Blocking, mode: str
-) -> None:
+def conv_depthwise_wgrad(k, dw, dy, x, *, images: Images, geometry: ConvGeometry, blocking: Blocking, mode: str) -> None:
     """dw (groups rows, taps) fp32, from dy (N, groups rows, P, Q) and x (N, groups, H, W). A work item owns a filter and goes
     through all images in order; lanes of sums are added at the very end."""
     (P, Q), R, S = geometry.output_size, range(len(geometry.row_offsets)), range(len(geometry.column_offsets))

@@ -14,7 +14,7 @@ j."""
 from collections.abc import Callable, Iterator
 from math import cos, pi, sin
 
-from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.kernels.conv import conv_tiled
 from barellm.cpu.kernels.conv.conv_tiled import TileAlgorithm, TiledConv
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Images, load_strided
@@ -39,7 +39,7 @@ def _minus(a: Value | None, b: Value | None) -> Value | None:
     return a if b is None else -b if a is None else a - b
 
 
-def _times(k: KernelBuilder, x: Complex, c: float, s: float) -> Complex:
+def _times(k, x: Complex, c: float, s: float) -> Complex:
     """The complex product x (c + i s), of vectors and a constant of magnitude 1; fewer operations where c or s is 0."""
     re, im = x
     if (c, s) == (1.0, 0.0):
@@ -52,7 +52,7 @@ def _times(k: KernelBuilder, x: Complex, c: float, s: float) -> Complex:
     return re * c - im * s, re * s + im * c
 
 
-def fft(k: KernelBuilder, x: list[Complex], sign: int) -> list[Complex]:
+def fft(k, x: list[Complex], sign: int) -> list[Complex]:
     """The DFT sum over j of x[j] exp(sign 2 pi i j f / n) for each f, radix-2 decimation in time (Cooley and Tukey 1965)."""
     n = len(x)
     if n == 1:
@@ -75,14 +75,14 @@ def half(F: int) -> int:
     return F // 2 + 1
 
 
-def store_half(k: KernelBuilder, dst: Pointer, row: list[Value]) -> None:
+def store_half(k, dst, row) -> None:
     """dst (F / 2 + 1, re and im) vectors = the forward transform of a row of F real vectors, its first half."""
     for f, (re, im) in enumerate(fft(k, [(v, None) for v in row], -1)[: half(len(row))]):
         dst.store(re, 2 * f * k.lanes)
         dst.store(im if im is not None else 0.0, (2 * f + 1) * k.lanes)
 
 
-def frequencies(k: KernelBuilder, rows: Pointer, F: int, count: int) -> Iterator[tuple[Value, Value, Value]]:
+def frequencies(k, rows, F: int, count: int) -> Iterator[tuple[Value, Value, Value]]:
     """The second half of a 2-D transform: (frequency, re, im) of each output of the forward transforms of the columns of `rows` (F,
     F / 2 + 1, re and im), whose rows behind the first `count` are zero and not in memory. A loop as those of loops.py."""
     pitch, zero = 2 * half(F) * k.lanes, k.to(0.0, k.vec)
@@ -96,9 +96,8 @@ def frequencies(k: KernelBuilder, rows: Pointer, F: int, count: int) -> Iterator
 
 
 def fft_filters(
-    k: KernelBuilder, u, w, *, count: int, rows: int, depth: int, step: int, row_step: int, flip: bool, F: int, R: int,
-    S: int,
-) -> None:  # fmt: skip
+    k, u, w, *, count: int, rows: int, depth: int, step: int, row_step: int, flip: bool, F: int, R: int, S: int
+) -> None:
     """u (planes, count rows, depth) = the forward transforms of the filters R x S of `count` groups, as Gauss's c, d - c and c + d
     of the conjugates: planes Re, -Im - Re and Re - Im. Filter (group, row, depth) begins at element group rows depth R S + row
     row_step + depth step of w; `flip`: it is read from its end."""
@@ -119,7 +118,7 @@ def fft_filters(
                 dst.at((frequency * 3 + plane) * size).store(v, 0, mask)
 
 
-def _lanes(k: KernelBuilder, p: Pointer, step: int, depth: int, first: Value) -> Value:
+def _lanes(k, p, step: int, depth: int, first) -> Value:
     """A vector of elements `step` apart from p on, the numbers first, first + 1, ... of a row of `depth`; zero from `depth` on."""
     if depth % k.lanes == 0:
         return load_strided(k, p, step)
@@ -131,9 +130,7 @@ def _lanes(k: KernelBuilder, p: Pointer, step: int, depth: int, first: Value) ->
     return v
 
 
-def fft_input(
-    k: KernelBuilder, v, x, first, limit, *, images: Images, geometry: ConvGeometry, F: int, tile_n: int, filters: bool
-) -> None:
+def fft_input(k, v, x, first, limit, *, images: Images, geometry: ConvGeometry, F: int, tile_n: int, filters: bool) -> None:
     """v (blocks, groups, planes, channels, tile_n) = the forward transforms of the tiles of x in blocks [first, first + limit):
     planes Re + Im, Re and Im, or, where the tiles are the `filters` (wgrad: dy), those that `fft_filters` makes. A tile that
     `geometry` sees is n x n pixels, n <= F, zero-padded to F x F; tiles that do not exist are zero."""
@@ -151,9 +148,7 @@ def fft_input(
                 dst.at((frequency * 3 + plane) * (C * tile_n)).store(value)
 
 
-def fft_gemm(
-    k: KernelBuilder, y, u, v, first, limit, *, images: Images, conv: TiledConv, F: int, R: int, S: int, mode: str
-) -> None:
+def fft_gemm(k, y, u, v, first, limit, *, images: Images, conv: TiledConv, F: int, R: int, S: int, mode: str) -> None:
     """y (N, groups rows, H, W), of the tiles in blocks [first, first + limit) = the inverse transform of the products of the planes
     u (filters) and v (tiles). The epilogue of the batched GEMM is the inverse transform: of the columns, to `buffer` (m, half(F),
     re and im); then of each row, whose missing half are conjugates; of the result the first m x m pixels are outputs."""
@@ -176,7 +171,7 @@ def fft_gemm(
     conv_tiled.batched_gemm(k, u, v, first, limit, products, inverse_transform, images=images, conv=conv, positions=planes)
 
 
-def inverse_of_columns(k: KernelBuilder, rows: Pointer, F: int, count: int, product: Callable[[Value], Value]) -> None:
+def inverse_of_columns(k, rows, F: int, count: int, product: Callable[[Value], Value]) -> None:
     """rows (count, half(F), re and im) vectors = the first `count` rows of the inverse transforms of the columns of product(plane),
     of all 3 F half(F) planes: Gauss's products (k1, k2, k3) of a frequency are (k1 - k3) + i (k1 + k2)."""
     with k.loop(0, half(F)) as column:
@@ -191,10 +186,7 @@ def inverse_of_columns(k: KernelBuilder, rows: Pointer, F: int, count: int, prod
             dst.store(im, k.lanes)
 
 
-def store_tile_rows(
-    k: KernelBuilder, y: Pointer, line: Pointer, tile: Value, num_tiles: Value, channel: Value, conv: TiledConv,
-    i: Value, mode: str,
-) -> None:  # fmt: skip
+def store_tile_rows(k, y, line, tile, num_tiles, channel, conv: TiledConv, i, mode: str) -> None:
     """Write row i of each lane's tile of m x m outputs, `line` (m, lanes), to image plane `channel` of y; the first `num_tiles`
     lanes are the tiles from number `tile` on."""
     m, (H, W), (TH, TW) = conv.m, conv.size, conv.geometry.output_size
@@ -206,13 +198,13 @@ def store_tile_rows(
             accumulate_scalar(k, dst, j, line.get(j * k.lanes + lane), mode)
 
 
-def load_hermitian(k: KernelBuilder, at: Pointer, F: int) -> list[Complex]:
+def load_hermitian(k, at, F: int) -> list[Complex]:
     """A row's F frequencies from the half(F) at `at`, (re and im) vectors: X[F - f] is the conjugate of X[f] where x is real."""
     known: list[Complex] = [(at.load(2 * f * k.lanes), at.load((2 * f + 1) * k.lanes)) for f in range(half(F))]
     return known + [(re, -im if im is not None else None) for re, im in known[-2:0:-1]]
 
 
-def fft_wgrad_output(k: KernelBuilder, dw, products, *, size: int, F: int, R: int, S: int, flip: bool, mode: str) -> None:
+def fft_wgrad_output(k, dw, products, *, size: int, F: int, R: int, S: int, flip: bool, mode: str) -> None:
     """dw (size, R, S) = the first R x S pixels of the inverse transforms of products (planes, size), lanes along `size` = (group,
     output channel, input channel): of the columns, to scratch (R, half(F), re and im), then of the rows. `flip`: filters are read
     from their end."""

@@ -4,9 +4,8 @@ A column is an output channel, a pair is of two input channels. In filters (K, C
 as many filters are transposed first, two adjacent taps at a time; then halves of two rows make a pair of channels."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernel import ISA, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import ceil_div, round_up
 
@@ -53,7 +52,7 @@ class FilterPacking:
         return 4 * isa.lanes * (self.pairs * self.pitch + isa.lanes)
 
 
-def pack_filters(k: KernelBuilder, a, w, *, packing: FilterPacking) -> None:
+def pack_filters(k, a, w, *, packing: FilterPacking) -> None:
     """a = the filters w in VNNI layout (`FilterPacking`). A work item is a chunk of channels of a vector of filters: it is
     transposed into scratch, [channel][pair of taps][filter], where channels behind the last are zero; then, of a tap, the rows of
     two adjacent channels are interleaved to pairs."""
@@ -81,10 +80,7 @@ def pack_filters(k: KernelBuilder, a, w, *, packing: FilterPacking) -> None:
                 dst.store_raw(k.bitcast(k.shuffle(*rows, halves), k.ivec), (pair + t * f.pairs) * f.tile_n)
 
 
-def _transpose(
-    k: KernelBuilder, f: FilterPacking, buffer: Pointer, w: Pointer, group: Value, first: Value, channel: Value,
-    count: Value,
-) -> None:  # fmt: skip
+def _transpose(k, f: FilterPacking, buffer, w, group, first, channel, count) -> None:
     """buffer [channel of the chunk][pair of taps][filter] = the transpose of `count` channels, from `channel` on, of `lanes`
     filters (output channels), from `first` on, of a group. Filters behind the last one are read as the last one."""
     columns = [k.min(first + i, f.columns - 1) for i in range(k.lanes)]
@@ -108,7 +104,7 @@ def _transpose(
             _transpose_square(k, dst.at(e * (k.lanes // 2)), rows, None if e + 2 * k.lanes <= f.size else f.size - e)
 
 
-def _transpose_square(k: KernelBuilder, dst: Pointer, rows: list[Pointer], count: Any = None) -> None:
+def _transpose_square(k, dst, rows, count=None) -> None:
     """dst (pairs of adjacent taps, lanes) = the first 2 `lanes` taps of each of the `lanes` rows, transposed; of only `count` taps,
     padded with zeros. Pairs behind the last tap are overwritten later or not read."""
     lanes = k.lanes
@@ -118,6 +114,6 @@ def _transpose_square(k: KernelBuilder, dst: Pointer, rows: list[Pointer], count
         dst.store_raw(v, i * lanes)
 
 
-def _as_bf16(k: KernelBuilder, p: Pointer, mask: Value | None) -> Value:
+def _as_bf16(k, p, mask) -> Value:
     """A vector of elements as bf16."""
     return p.load_raw(0, mask) if p.dtype == "bf16" else k.round_bf16(p.load(0, mask))

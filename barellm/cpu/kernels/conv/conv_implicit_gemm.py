@@ -12,10 +12,9 @@ pixel of the work item, counted over its lines; `tile` is the register tile, til
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 from barellm.cpu.gemm_config import Tile, tiles
-from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernel import ISA, Value
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colTiles, Images, tiles_nbytes
 from barellm.cpu.kernels.gemm.microkernel import broadcast_a, microkernel
 from barellm.cpu.kernels.loops import accumulate, accumulate_scalar
@@ -107,9 +106,8 @@ class ImplicitGemm:
     channels from `channel` on."""
 
     def __init__(
-        self, k: KernelBuilder, out: Pointer, a: Pointer, x: Pointer, *, images: Images, geometry: ConvGeometry,
-        target: OutputMap, blocking: Blocking, mode: str,
-    ) -> None:  # fmt: skip
+        self, k, out, a, x, *, images: Images, geometry: ConvGeometry, target: OutputMap, blocking: Blocking, mode: str
+    ) -> None:
         """Operands as in `conv_implicit_gemm`. Scratch: the input lines, partial sums of several K blocks, a tile that is stored
         pixel by pixel (`spill`), the im2col columns of a tile (`column`)."""
         self.k, self.out, self.a, self.mode = k, out, a, mode
@@ -226,7 +224,7 @@ class ImplicitGemm:
         self.out.store(accumulate(self.k, self.out, at, None, value, self.mode), at)
 
 
-def conv_implicit_gemm(k: KernelBuilder, out, a, x, **sizes: Any) -> None:
+def conv_implicit_gemm(k, out, a, x, **sizes) -> None:
     """out (N, groups rows, *target.size) = a (groups rows, channels taps) fp32 times the im2col matrix of x (N, groups channels,
     H, W). `sizes`: as `ImplicitGemm` has them."""
     ImplicitGemm(k, out, a, x, **sizes).run()

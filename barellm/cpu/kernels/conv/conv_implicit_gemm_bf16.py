@@ -14,10 +14,9 @@ Names: `n` is an image of the work item, `p` a position of it; `column` is an ou
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 from barellm.cpu.gemm_config import Tile
-from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.kernels.conv import conv_implicit_gemm, conv_polyphase, im2col
 from barellm.cpu.kernels.gemm import amx, microkernel
 from barellm.cpu.kernels.loops import accumulate, accumulate_scalar
@@ -115,8 +114,8 @@ class ImplicitGemm:
     a block from `line` on, and the columns of a block from `first_column` on."""
 
     def __init__(
-        self, k: KernelBuilder, out: Pointer, a: Pointer, x: Pointer, *, images: im2col.Images, geometry: im2col.ConvGeometry,
-        target: conv_implicit_gemm.OutputMap, blocking: Blocking, mode: str,
+        self, k, out, a, x, *, images: im2col.Images, geometry: im2col.ConvGeometry, target: conv_implicit_gemm.OutputMap,
+        blocking: Blocking, mode: str,
     ) -> None:  # fmt: skip
         """Operands as in `conv_implicit_gemm_bf16`. Scratch as `ScratchLayout` has it."""
         self.k, self.out, self.a, self.images = k, out, a, k.num_elements(*images)
@@ -217,9 +216,7 @@ class ImplicitGemm:
                     for i, v in enumerate(transpose(k, vectors)):
                         dst.store_raw(v, (p + i) * lanes)  # what lies behind the last line is overwritten
 
-    def _micro_kernel(
-        self, dst: Pointer, rows: int, panel: Pointer, filters: Pointer, chunks: Value, add_previous: Value | None
-    ) -> None:
+    def _micro_kernel(self, dst, rows: int, panel, filters, chunks, add_previous) -> None:
         """dst (tile.mr, tile_n) fp32 = the sums of positions x output channels over a K block of `chunks` chunks and all taps, plus
         the old dst where `add_previous` (None: never). `rows` of the positions are computed (AMX: a multiple of 16). Of each step,
         a tap of a chunk, the table `shifts` has the byte offset in the panel."""
@@ -309,7 +306,7 @@ class ImplicitGemm:
         return self.k.op("i64", f"load i64, ptr {table.bytes(index * 8).ref}, align 8")
 
 
-def conv_implicit_gemm_bf16(k: KernelBuilder, out, a, x, **sizes: Any) -> None:
+def conv_implicit_gemm_bf16(k, out, a, x, **sizes) -> None:
     """out (N, groups columns, *target.size) = packed filters a (conv_filter_packing.py) convolved with x (N, groups channels, H, W)
     bf16. `sizes`: as `ImplicitGemm` has them."""
     ImplicitGemm(k, out, a, x, **sizes).run()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, reflect_index
 from barellm.program.integers import round_up
 
@@ -115,9 +115,7 @@ class PolyphaseBuffer:
     """The planes of `channels` channels at a time in scratch, or `height` of their lines, packed from images x. `at`: the first
     channel's; `pitch`: elements to the next channel's. A line of zeros before them stands for the rows outside the image."""
 
-    def __init__(
-        self, k: KernelBuilder, layout: PolyphaseLayout, x: Pointer, scratch: Pointer, *, channels: int, height: int | None = None
-    ) -> None:
+    def __init__(self, k, layout: PolyphaseLayout, x, scratch, *, channels: int, height: int | None = None) -> None:
         self.k, self.layout, self.geometry, self.x, self.channels = k, layout, layout.geometry, x, channels
         self.zeros = scratch.as_dtype("bf16")
         nbytes = layout.zeros_nbytes(k.lanes)

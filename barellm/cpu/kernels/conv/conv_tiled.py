@@ -22,7 +22,7 @@ from math import lcm
 from typing import Any
 
 from barellm.cpu.gemm_config import Tile, tiles
-from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Pointer, Value, part
+from barellm.cpu.kernel import ISA, Lowering, Value, part
 from barellm.cpu.kernels.conv import conv_wgrad
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colPanel, Images, panel_nbytes, panel_pitch
 from barellm.cpu.kernels.gemm.microkernel import broadcast_a, microkernel
@@ -96,9 +96,7 @@ class TileRun:
 
 
 @contextmanager
-def for_each_block(
-    k: KernelBuilder, x: Pointer, first: Any, limit: Any, *, images: Images, geometry: ConvGeometry, tile_n: int, most: int
-) -> Iterator[TileRun]:
+def for_each_block(k, x, first, limit, *, images: Images, geometry: ConvGeometry, tile_n: int, most: int) -> Iterator[TileRun]:
     """The parallel loop of an input transform over the blocks of tiles [first, first + limit) of x: its body is emitted once, for
     one block and one channel, whose pixels are packed. A work item is CHUNK channels of as many blocks as are complete rows of
     tiles, at most about `most` tiles."""
@@ -139,9 +137,8 @@ def panel_bytes(isa: ISA, geometry: ConvGeometry, tile_n: int, most: int) -> int
 
 
 def batched_gemm(
-    k: KernelBuilder, u: Pointer, v: Pointer, first: Value, limit: Value, products: Pointer, epilogue: Callable[..., None], *,
-    images: Images, conv: TiledConv, positions: int,
-) -> None:  # fmt: skip
+    k, u, v, first, limit, products, epilogue: Callable[..., None], *, images: Images, conv: TiledConv, positions: int
+) -> None:
     """One GEMM for each position, for the blocks of tiles [first, first + limit): products = u (positions, groups rows, C) @ v
     (blocks, groups, positions, C, tile_n). A work item is a group of blocks x `conv.filters` output channels; its `products`
     (positions, filters, tiles) are in scratch. epilogue(products, tile, num_tiles, channel) makes outputs of those of one output
@@ -186,7 +183,7 @@ def batched_gemm(
 
 
 def tiled_wgrad_gemm(
-    k: KernelBuilder, products, dy, x, first, limit, *, images: Images, geometry: ConvGeometry, positions: int, tile_n: int
+    k, products, dy, x, first, limit, *, images: Images, geometry: ConvGeometry, positions: int, tile_n: int
 ) -> None:
     """products (positions, groups rows, columns) = dy (blocks, groups, positions, rows, tile_n) @ x (blocks, groups, positions,
     columns, tile_n)^T, summed over blocks and tile_n; plus the old products but for the first K block of blocks [first, first +
@@ -228,9 +225,8 @@ def append_input_transform(
 
 
 def append_tiled(
-    c: Lowering, how: TileAlgorithm, *, out: Any, w: Any, x: Any, geometry: ConvGeometry, transposed: bool, mode: str,
-    images: Images,
-) -> None:  # fmt: skip
+    c: Lowering, how: TileAlgorithm, *, out, w, x, geometry: ConvGeometry, transposed: bool, mode: str, images: Images
+) -> None:
     """Append the calls of a convolution of x to `out`: the filter transform once, then for as many blocks of tiles as V_BYTES hold
     the input transform and the GEMMs. `geometry`: of the direct convolution; `transposed`: filters (groups depth, rows, R, S)
     instead of (groups rows, depth, R, S), as dgrad reads them."""
@@ -256,9 +252,7 @@ def append_tiled(
         c.call(how.gemm, {"y": out, "u": u, "v": v, **where}, {"images": images, "conv": conv, "mode": mode, **how.own}, writes="y")
 
 
-def append_tiled_wgrad(
-    c: Lowering, how: TileAlgorithm, *, dw: Any, dy: Any, x: Any, geometry: ConvGeometry, mode: str, images: Images
-) -> None:
+def append_tiled_wgrad(c: Lowering, how: TileAlgorithm, *, dw, dy, x, geometry: ConvGeometry, mode: str, images: Images) -> None:
     """Append the calls of a filter gradient: for each K block of tiles both input transforms and the GEMMs, then the output
     transform. `geometry`: of the direct forward convolution."""
     groups, rows, columns = geometry.groups, geometry.rows, geometry.channels

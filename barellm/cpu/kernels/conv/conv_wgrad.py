@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value, Var
+from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colPanel, Images, panel_nbytes, panel_pitch
 from barellm.cpu.kernels.loops import accumulate_scalar
 from barellm.program.integers import ceil_div, round_up
@@ -61,9 +61,7 @@ def tile_shape(isa: ISA) -> tuple[int, int]:
     return TILES[isa.registers] if isa.fma else (2, 4)
 
 
-def register_tiles(
-    k: KernelBuilder, rows: tuple[Any, Value], columns: tuple[Any, Value]
-) -> Iterator[tuple[Value, Value, int, int]]:
+def register_tiles(k, rows: tuple[Any, Value], columns: tuple[Any, Value]) -> Iterator[tuple[Value, Value, int, int]]:
     """(first row, first column, rows, columns) of the register tiles of [rows) x [columns): whole ones, then the rows and columns
     that remain, one by one. A loop as those of loops.py."""
     (row0, row1), (column0, column1), (tile_m, tile_n) = rows, columns, tile_shape(k.isa)
@@ -76,7 +74,7 @@ def register_tiles(
                 yield row, column, 1, step
 
 
-def multiply_lanes(k: KernelBuilder, acc: list[list[Var]], left: list[Value], right: Iterable[Value]) -> None:
+def multiply_lanes(k, acc, left, right: Iterable[Value]) -> None:
     """acc[r][c] += left[r] * right[c], lane by lane; a vector of `right` is loaded when it is needed."""
     for c, b in enumerate(right):
         for a, line in zip(left, acc, strict=True):
@@ -87,10 +85,7 @@ class WeightGradient:
     """One thread's loop over work items. State of the loops: the item's `group`, `num_rows` rows from `first_row` on, and
     `num_depths` depths from input channel `channel` on."""
 
-    def __init__(
-        self, k: KernelBuilder, dw: Pointer, dy: Pointer, x: Pointer, *, images: Images, geometry: ConvGeometry,
-        blocking: Blocking, mode: str,
-    ) -> None:  # fmt: skip
+    def __init__(self, k, dw, dy, x, *, images: Images, geometry: ConvGeometry, blocking: Blocking, mode: str) -> None:
         """Operands as in `conv_wgrad`. Scratch: the im2col panel first, which lays out its own tables and lines, then packed dy,
         then the partial sums [row][depth], a vector each."""
         self.k, self.dw, self.dy, self.geometry, self.blocking, self.mode = k, dw, dy, geometry, blocking, mode
@@ -173,7 +168,7 @@ class WeightGradient:
             accumulate_scalar(k, self.dw, at, k.sum(self._partial(row, d).load()), self.mode)
 
 
-def conv_wgrad(k: KernelBuilder, dw, dy, x, **sizes: Any) -> None:
+def conv_wgrad(k, dw, dy, x, **sizes) -> None:
     """dw (groups rows, channels taps) fp32, from dy (N, groups rows, P, Q) and x (N, groups channels, H, W). `sizes`: as
     `WeightGradient` has them."""
     WeightGradient(k, dw, dy, x, **sizes).run()

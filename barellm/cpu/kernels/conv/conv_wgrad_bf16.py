@@ -9,10 +9,9 @@ rows x columns of dw for all taps, whose fp32 sums stay in L2, and goes through 
 time."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from barellm.cpu.gemm_config import Tile
-from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.kernels.conv import conv_polyphase, im2col
 from barellm.cpu.kernels.gemm import amx, microkernel
 from barellm.cpu.kernels.loops import accumulate
@@ -88,9 +87,8 @@ class WeightGradient:
     `num_columns` input channels from `column` on."""
 
     def __init__(
-        self, k: KernelBuilder, dw: Pointer, dy: Pointer, x: Pointer, *, images: im2col.Images, geometry: im2col.ConvGeometry,
-        blocking: Blocking, mode: str,
-    ) -> None:  # fmt: skip
+        self, k, dw, dy, x, *, images: im2col.Images, geometry: im2col.ConvGeometry, blocking: Blocking, mode: str
+    ) -> None:
         """Operands as in `conv_wgrad_bf16`. Scratch as `ScratchLayout` has it."""
         self.k, self.dw, self.images, self.geometry = k, dw, k.num_elements(*images), geometry
         self.groups, self.rows, self.blocking, self.mode = geometry.groups, geometry.rows, blocking, mode
@@ -200,7 +198,7 @@ class WeightGradient:
                         place.store(accumulate(k, place, 0, mask, value, self.mode), 0, mask)
 
 
-def conv_wgrad_bf16(k: KernelBuilder, dw, dy, x, **sizes: Any) -> None:
+def conv_wgrad_bf16(k, dw, dy, x, **sizes) -> None:
     """dw (groups rows, channels taps) fp32, from dy (N, groups rows, P, Q) bf16 and x (N, groups channels, H, W) bf16. `sizes`: as
     `WeightGradient` has them."""
     WeightGradient(k, dw, dy, x, **sizes).run()

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Value, dims_of, lowering, part
+from barellm.cpu.kernel import Lowering, Value, dims_of, lowering, part
 from barellm.cpu.kernels.conv import conv_depthwise, conv_implicit_gemm, conv_implicit_gemm_bf16, conv_wgrad, conv_wgrad_bf16
 from barellm.cpu.kernels.conv.conv_algorithm import select_bf16, select_tiled
 from barellm.cpu.kernels.conv.conv_filter_packing import FilterPacking, pack_filters
@@ -72,7 +72,7 @@ def packed_filters(
     return packed
 
 
-def filters_to_fp32(k: KernelBuilder, y, x, *, width: int) -> None:
+def filters_to_fp32(k, y, x, *, width: int) -> None:
     """Filters as fp32."""
     for i, mask, put in elementwise(k, k.int(width), y):
         put(x.load(i, mask))
@@ -97,7 +97,7 @@ def lower_conv2d(op: Conv2d, c: Lowering) -> None:
     )  # fmt: skip
 
 
-def transpose_filters(k: KernelBuilder, a, w, *, groups, K, C, R, S, rows, columns) -> None:
+def transpose_filters(k, a, w, *, groups, K, C, R, S, rows, columns) -> None:
     """The filters of a dgrad, a (groups C, K, rows, columns), from w (groups K, C, R, S): those rows and columns of the filter that
     one phase of a strided convolution's pixels needs."""
     taps = len(rows) * len(columns)
@@ -112,7 +112,7 @@ def transpose_filters(k: KernelBuilder, a, w, *, groups, K, C, R, S, rows, colum
             dst.put(src.get(r * S + s), t)
 
 
-def reflect_pad_backward(k: KernelBuilder, dx, padded, *, images, channels, size, padding, mode) -> None:
+def reflect_pad_backward(k, dx, padded, *, images, channels, size, padding, mode) -> None:
     """dx of reflection padding: each pixel gets the sum of the gradients of its copies in `padded`."""
     (H, W), (top, left) = size, padding
     padded_W, padded_H = W + 2 * left, H + 2 * top

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.program.integers import ceil_div, round_up
 
 UNROLLED_LINE = 16  # vectors of a line that is copied without loops
@@ -78,7 +78,7 @@ class OutputLines:
     """The output lines of a work item: at most `lines` lines of `columns` outputs each, of one group. Two tables in scratch have
     for each of them the offset of its image's channels in x, and the input row at which its window begins."""
 
-    def __init__(self, k: KernelBuilder, geometry: ConvGeometry, scratch: Pointer, lines: int, columns: int) -> None:
+    def __init__(self, k, geometry: ConvGeometry, scratch, lines: int, columns: int) -> None:
         self.k, self.geometry, self.columns = k, geometry, columns
         self.plane_table, self.row_table = scratch, scratch.bytes(8 * lines)
 
@@ -111,9 +111,7 @@ class LineBuffer:
     """Lines of `outputs` output columns at `at`, `pitch` elements from one to the next. Where that is less than what vectors need,
     lines must be filled in ascending order."""
 
-    def __init__(
-        self, k: KernelBuilder, geometry: ConvGeometry, x: Pointer, at: Pointer, outputs: int, pitch: int | None = None
-    ) -> None:
+    def __init__(self, k, geometry: ConvGeometry, x, at, outputs: int, pitch: int | None = None) -> None:
         self.k, self.geometry, self.x, self.at, self.outputs = k, geometry, x, at, outputs
         self.pitch = geometry.pitch(outputs, k.lanes) if pitch is None else pitch
 
@@ -177,7 +175,7 @@ class LineBuffer:
         return load_strided(k, p, stride)
 
 
-def load_strided(k: KernelBuilder, p: Pointer, stride: int) -> Value:
+def load_strided(k, p, stride: int) -> Value:
     """A vector of each `stride`-th element from `p` on. Strides of 2 and 4 load what lies between too and shuffle."""
     if stride == 1:
         return p.load()
@@ -193,7 +191,7 @@ def load_strided(k: KernelBuilder, p: Pointer, stride: int) -> Value:
     return v
 
 
-def reflect_index(k: KernelBuilder, at: Value, size: int) -> Value:
+def reflect_index(k, at, size: int) -> Value:
     """The index inside an axis of `size` that reflection padding maps `at` to."""
     at = k.max(at, 0 - at)
     return k.min(at, 2 * (size - 1) - at)
@@ -219,7 +217,7 @@ class Im2colTiles(OutputLines):
     """The lines of some channels in scratch, and the im2col columns of a register tile gathered from them. A vector of pixels is a
     shifted line or, where its pixels lie in several output lines, several of them blended by masks."""
 
-    def __init__(self, k: KernelBuilder, geometry: ConvGeometry, x: Pointer, scratch: Pointer, lines: int, columns: int) -> None:
+    def __init__(self, k, geometry: ConvGeometry, x, scratch, lines: int, columns: int) -> None:
         super().__init__(k, geometry, scratch, lines, columns)
         self.max_lines = lines
         self.pitch = geometry.line_length(columns)  # what a line's last vector writes too far, the next line overwrites
@@ -285,9 +283,7 @@ def panel_nbytes(isa: ISA, geometry: ConvGeometry, lines: int, columns: int, pit
 class Im2colPanel(OutputLines):
     """The im2col matrix (depth, pixels) of at most `lines` lines of `columns` outputs each, in the scratch from `scratch` on."""
 
-    def __init__(
-        self, k: KernelBuilder, geometry: ConvGeometry, x: Pointer, scratch: Pointer, lines: int, columns: int, pitch: int
-    ) -> None:
+    def __init__(self, k, geometry: ConvGeometry, x, scratch, lines: int, columns: int, pitch: int) -> None:
         super().__init__(k, geometry, scratch, lines, columns)
         self.pitch = pitch
         tables = round_up(16 * lines, 64)

@@ -4,7 +4,7 @@ gradient is F(3x3, 2x2) or F(3x3, 4x4)."""
 
 from collections.abc import Sequence
 
-from barellm.cpu.kernel import KernelBuilder, Pointer, Value
+from barellm.cpu.kernel import Pointer, Value
 from barellm.cpu.kernels.conv import conv_tiled
 from barellm.cpu.kernels.conv.conv_tiled import TileAlgorithm, TiledConv
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Images, load_strided
@@ -19,7 +19,7 @@ RUN = 512  # tiles of a work item of the input transform, at most
 WGRAD_KC = 48  # blocks of tiles of a K block of wgrad: they are the order of summation
 
 
-def linear(k: KernelBuilder, matrix: Sequence[Sequence[float]], v: list[Value]) -> list[Value]:
+def linear(k, matrix: Sequence[Sequence[float]], v) -> list[Value]:
     """matrix @ v, of a constant matrix and a list of vectors. Two columns, or two rows, that differ in some signs only share work:
     their sum and their difference are enough (x + y and x - y of the parts that are equal and opposite)."""
     rows = [list(row) for row in matrix]
@@ -50,7 +50,7 @@ def _alike(a: list[float], b: list[float]) -> bool:
     return all(x in (y, -y) for x, y in pairs) and any(x == y != 0 for x, y in pairs) and any(x == -y != 0 for x, y in pairs)
 
 
-def _sum(k: KernelBuilder, row: list[float], v: list[Value]) -> Value:
+def _sum(k, row: list[float], v) -> Value:
     """The row times v: first what has the factor 1."""
     terms = sorted(((c, x) for c, x in zip(row, v, strict=True) if c), key=lambda term: term[0] != 1.0)
     (c, total), *rest = terms
@@ -60,15 +60,13 @@ def _sum(k: KernelBuilder, row: list[float], v: list[Value]) -> Value:
     return total
 
 
-def both_ways(k: KernelBuilder, matrix: Sequence[Sequence[float]], square: list[list[Value]]) -> list[list[Value]]:
+def both_ways(k, matrix: Sequence[Sequence[float]], square) -> list[list[Value]]:
     """matrix square matrix^T."""
     columns = [linear(k, matrix, list(column)) for column in zip(*square, strict=True)]
     return [linear(k, matrix, list(row)) for row in zip(*columns, strict=True)]
 
 
-def winograd_filters(
-    k: KernelBuilder, u, w, *, count: int, rows: int, depth: int, step: int, row_step: int, flip: bool, m: int
-) -> None:
+def winograd_filters(k, u, w, *, count: int, rows: int, depth: int, step: int, row_step: int, flip: bool, m: int) -> None:
     """u (positions, count rows, depth) = G w G^T, lanes along the depth; `count` groups. Filter (group, row, depth) begins at
     element group rows depth 9 + row row_step + depth step of w; `flip`: it is read from its end."""
     G, n = filter_matrix(m, 3), m + 2
@@ -96,9 +94,8 @@ def winograd_filters(
 
 
 def winograd_input(
-    k: KernelBuilder, v, x, first, limit, *, images: Images, geometry: ConvGeometry, matrix: tuple[tuple[float, ...], ...],
-    tile_n: int,
-) -> None:  # fmt: skip
+    k, v, x, first, limit, *, images: Images, geometry: ConvGeometry, matrix: tuple[tuple[float, ...], ...], tile_n: int
+) -> None:
     """v (blocks, groups, positions, channels, tile_n) = matrix d matrix^T, where d are the pixels of x that a tile sees
     (`geometry`), of the blocks of tiles [first, first + limit); zero for tiles that do not exist."""
     n, window, C = len(matrix), len(geometry.row_offsets), geometry.channels
@@ -111,7 +108,7 @@ def winograd_input(
                 dst.store(value, position * (C * tile_n) + lanes)
 
 
-def winograd_gemm(k: KernelBuilder, y, u, v, first, limit, *, images: Images, conv: TiledConv, m: int, mode: str) -> None:
+def winograd_gemm(k, y, u, v, first, limit, *, images: Images, conv: TiledConv, m: int, mode: str) -> None:
     """y (N, groups rows, H, W) = A^T (u v) A of the tiles in blocks [first, first + limit), with u from `winograd_filters` and v
     from `winograd_input`: the batched GEMM with the output transform as its epilogue."""
     n, A, width = m + 2, output_matrix(m, 3), conv.group * conv.tile.nr(k.isa)
@@ -125,10 +122,7 @@ def winograd_gemm(k: KernelBuilder, y, u, v, first, limit, *, images: Images, co
     conv_tiled.batched_gemm(k, u, v, first, limit, products, output_transform, images=images, conv=conv, positions=n * n)
 
 
-def store_tiles(
-    k: KernelBuilder, y: Pointer, squares: Pointer, outputs: list[list[Value]], tile: Value, num_tiles: Value, channel: Value,
-    conv: TiledConv, mode: str,
-) -> None:  # fmt: skip
+def store_tiles(k, y, squares, outputs, tile, num_tiles, channel, conv: TiledConv, mode: str) -> None:
     """Write the m x m outputs[i][j] of each lane's tile, from number `tile` on, to image plane `channel` of y; the first
     `num_tiles` lanes are tiles. They are transposed through `squares` in scratch, [tile][m][4]; then each tile's rows are stored,
     as vectors of m where it lies in the image whole."""
@@ -160,7 +154,7 @@ def store_tiles(
                 accumulate_scalar(k, dst, i * W + j, src.get(i * 4 + j), mode)
 
 
-def winograd_wgrad_output(k: KernelBuilder, dw, products, *, size: int, m: int, flip: bool, mode: str) -> None:
+def winograd_wgrad_output(k, dw, products, *, size: int, m: int, flip: bool, mode: str) -> None:
     """dw (size, 3, 3) = A^T products A, of products (positions, size). `flip`: filters are read from their end."""
     n, A = m + 2, output_matrix(3, m)
     with k.parallel_range(ceil_div(size, k.lanes), 8) as (begin, end), k.loop(begin, end) as block:

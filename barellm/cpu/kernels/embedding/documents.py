@@ -1,7 +1,7 @@
 """Bigram hash ids, and document boundaries of packed sequences. Shapes: tokens, ids, starts (batch, seq), cu_seqlens (batch,
 slots), all i32."""
 
-from barellm.cpu.kernel import KernelBuilder, kernel
+from barellm.cpu.kernel import kernel
 from barellm.cpu.kernels.loops import GRAIN, vectors
 from barellm.program.ops.documents import HASH
 
@@ -9,7 +9,7 @@ INTEGERS = dict.fromkeys(("tokens", "ids", "cu_seqlens", "starts"), "i32")
 
 
 @kernel("bigram_ids", constants=lambda op: {"buckets": op.buckets, "reserved": op.reserved}, also=INTEGERS)
-def bigram_ids(k: KernelBuilder, ids, tokens, *, buckets, reserved) -> None:
+def bigram_ids(k, ids, tokens, *, buckets, reserved) -> None:
     """ids[b, t] = a hash of the tokens at t and t - 1, in [0, buckets - 1); the id of a row's first token is buckets - 1.
     `reserved`: the predecessor of the second token counts as buckets - 1. A thread's elements may cover several rows; the first two
     of each row are overwritten after the others."""
@@ -36,7 +36,7 @@ def bigram_ids(k: KernelBuilder, ids, tokens, *, buckets, reserved) -> None:
 
 
 @kernel("document_starts", constants=lambda op: {"slots": int(op.cu_seqlens.shape[1])}, also=INTEGERS)
-def document_starts(k: KernelBuilder, starts, cu_seqlens, *, slots) -> None:
+def document_starts(k, starts, cu_seqlens, *, slots) -> None:
     """starts[b, t] = the first position of the document of position t, from the `slots` document boundaries cu_seqlens[b]
     (ascending, the first 0). A work item is a chunk of a row: a binary search for its first position, then document by document."""
     seq = k.scalar("seq")
@@ -65,7 +65,7 @@ def document_starts(k: KernelBuilder, starts, cu_seqlens, *, slots) -> None:
 
 
 @kernel("cu_seqlens", constants=lambda op: {"separator": op.separator, "slots": int(op.cu_seqlens.shape[1])}, also=INTEGERS)
-def cu_seqlens(k: KernelBuilder, cu_seqlens, tokens, *, separator, slots) -> None:
+def cu_seqlens(k, cu_seqlens, tokens, *, separator, slots) -> None:
     """cu_seqlens[b] = [0, the positions of the separator tokens, seq in the slots that are left]. A work item is a row: a
     document's slot depends on how many are before it."""
     seq = k.scalar("seq")

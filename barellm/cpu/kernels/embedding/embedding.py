@@ -1,7 +1,7 @@
 """Token and position embedding (a gather), and its gradient (a deterministic scatter-add). Shapes: tokens (batch, seq) i32, wte
 (V, C), wpe (maxT, C) or none, positions (batch, seq) i32 or none, y and dy (batch, seq, C)."""
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering
+from barellm.cpu.kernel import Lowering, Op, Pointer, Value, lowering
 from barellm.cpu.kernels import loops, storage
 from barellm.program.dtypes import PLANES
 
@@ -11,7 +11,7 @@ UNROLL = 4  # rows that are added at a time
 PREFETCH_ROWS = 4  # of the token table, into L2
 
 
-def embedding(k: KernelBuilder, y, tokens, wte, wte_lo, wpe, wpe_lo, positions, *, C) -> None:
+def embedding(k, y, tokens, wte, wte_lo, wpe, wpe_lo, positions, *, C) -> None:
     """y[b, t] = wte[tokens[b, t]] + wpe[pos + t], or wpe[positions[b, t]], or nothing where `wpe` is None. Weights of any storage
     format (`_lo`: their low planes). A row of wte cannot be predicted by hardware, so later rows are prefetched."""
     seq, pos = k.scalar("seq"), None if wpe is None or positions is not None else k.scalar("pos")
@@ -37,7 +37,7 @@ def lower_embedding(op: Op, c: Lowering) -> None:
     c.call(embedding, operands, {"C": int(op.y.shape[-1])}, writes="y")
 
 
-def clear(k: KernelBuilder, out, *, size, mode) -> None:
+def clear(k, out, *, size, mode) -> None:
     """Clear out (size), unless this run accumulates (`mode`)."""
     keep = k.keep(mode)
     n = k.int(size) if keep is None else k.select(keep, 0, k.int(size))
@@ -45,9 +45,7 @@ def clear(k: KernelBuilder, out, *, size, mode) -> None:
         put(k.to(0.0, k.vec))
 
 
-def sort_by_id(
-    k: KernelBuilder, tokens: Pointer, rows: Value, low: Value, high: Value, *, ids_per_item: int
-) -> tuple[Pointer, Pointer]:
+def sort_by_id(k, tokens, rows, low, high, *, ids_per_item: int) -> tuple[Pointer, Pointer]:
     """A stable counting sort of the rows [0, rows) whose token ids are in [low, high), at most `ids_per_item` ids. Returns (ends,
     sorted) in this thread's scratch: rows of an id are adjacent, in their order, and end before sorted[ends[id - low]]."""
     ends = k.thread_scratch("i32")
@@ -93,7 +91,7 @@ def sort_by_id(
     return ends, sorted_rows
 
 
-def add_token_rows(k: KernelBuilder, dweight, tokens, dy, *, C, V) -> None:
+def add_token_rows(k, dweight, tokens, dy, *, C, V) -> None:
     """dweight[id] += the sum of dy[row] over the rows whose token is id, in order (scatter-add). A work item is a range of ids,
     which finds its rows among all tokens: no atomics, the same bits for any thread count. UNROLL rows of an id are added at a time:
     so many DRAM streams, and the sum is read from L2 once. The next rows, which hardware cannot predict, are prefetched."""
@@ -131,7 +129,7 @@ def lower_embedding_dwte(op: Op, c: Lowering) -> None:
     c.call(add_token_rows, operands, {"C": int(op.dy.shape[-1]), "V": int(op.rows)}, writes="dweight")
 
 
-def embedding_dwpe(k: KernelBuilder, dweight, dy, *, C, positions, mode_dweight) -> None:
+def embedding_dwpe(k, dweight, dy, *, C, positions, mode_dweight) -> None:
     """dweight[t] = sum of dy[:, t] over the batch in order, stored or added; zero beyond the sequence. A work item is a group of
     positions whose sums stay in L2, so that memory is read in runs of GROUP_BYTES bytes, of UNROLL samples at a time."""
     batch, seq = k.scalar("batch"), k.scalar("seq")

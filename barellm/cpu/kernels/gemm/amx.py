@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import ceil_div, round_up
 
@@ -61,7 +61,7 @@ def row_major(pointer: Pointer, stride: int) -> TileA:
     return TileA(pointer, stride, 4 * SIDE, SIDE * stride)
 
 
-def configure(k: KernelBuilder) -> None:
+def configure(k) -> None:
     """LDTILECFG: all eight tile registers at full size. Per-thread state: a kernel configures first and calls `release` at its
     end."""
     config = Pointer(k, k.alloca("i64", 8), "i64")
@@ -73,12 +73,12 @@ def configure(k: KernelBuilder) -> None:
     intrinsic(k, "ldtilecfg", ("ptr", config.ref))
 
 
-def release(k: KernelBuilder) -> None:
+def release(k) -> None:
     intrinsic(k, "tilerelease")
 
 
 @contextmanager
-def tile_registers(k: KernelBuilder, used: bool) -> Iterator[None]:
+def tile_registers(k, used: bool) -> Iterator[None]:
     """Configures and releases the tile registers around a kernel that uses them."""
     if used:
         configure(k)
@@ -87,10 +87,7 @@ def tile_registers(k: KernelBuilder, used: bool) -> Iterator[None]:
         release(k)
 
 
-def multiply(
-    k: KernelBuilder, out: Pointer, panel: Pointer, parts: list[tuple[TileA, Any]], *, begun: Value | None = None,
-    overlap: Callable[[Value], None] | None = None,
-) -> None:  # fmt: skip
+def multiply(k, out, panel, parts: list[tuple[TileA, Any]], *, begun=None, overlap: Callable[[Value], None] | None = None) -> None:
     """The micro-kernel: out (MR, NR) fp32 = A @ panel, or where `begun` (i1; None: never) out += A @ panel. `parts`: pieces of A
     along the depth, each with its number of steps of TILE_K. `overlap(step)` is called in each step of the first piece, to overlap
     packing and prefetches."""
@@ -103,7 +100,7 @@ def multiply(
     store_accumulators(k, out, row=row)
 
 
-def load_accumulators(k: KernelBuilder, out: Pointer, begun: Value | bool | None, *, row: int) -> None:
+def load_accumulators(k, out, begun, *, row: int) -> None:
     """Zero the accumulators, or where `begun` (i1, or known here) load them from out (MR, NR) with row pitch `row` bytes."""
 
     def load() -> None:
@@ -113,7 +110,7 @@ def load_accumulators(k: KernelBuilder, out: Pointer, begun: Value | bool | None
     _load_or_clear(k, begun, load)
 
 
-def _load_or_clear(k: KernelBuilder, begun: Value | bool | None, load: Callable[[], None]) -> None:
+def _load_or_clear(k, begun, load: Callable[[], None]) -> None:
     """Set the accumulators (tile registers 0 to 3): `load()` emits the loads where `begun` (i1, or known here; None: never), else
     they are zeroed."""
     if isinstance(begun, Value):
@@ -127,9 +124,7 @@ def _load_or_clear(k: KernelBuilder, begun: Value | bool | None, load: Callable[
             intrinsic(k, "tilezero", tile)
 
 
-def accumulate_steps(
-    k: KernelBuilder, left: TileA, panel: Pointer, steps: Any, *, row: int = 4 * NR, overlap: Callable[[Value], None] | None = None
-) -> None:
+def accumulate_steps(k, left: TileA, panel, steps, *, row: int = 4 * NR, overlap: Callable[[Value], None] | None = None) -> None:
     """The accumulators += A @ panel (VNNI, rows `row` bytes apart) over `steps` of TILE_K; unrolled where that is a Python integer.
     `overlap(step)` is called in each step."""
     unrolled = isinstance(steps, int)
@@ -141,16 +136,13 @@ def accumulate_steps(
                 overlap(u)
 
 
-def store_accumulators(k: KernelBuilder, out: Pointer, *, row: int) -> None:
+def store_accumulators(k, out, *, row: int) -> None:
     """out (MR, NR) = the accumulators; row pitch `row` bytes."""
     for i, j in CORNERS:
         intrinsic(k, "tilestored64", 2 * i + j, *_corner(out, i, j, row))
 
 
-def multiply_column(
-    k: KernelBuilder, out: Pointer, count: int, left: Callable[[Value], Pointer], right: Pointer, steps: Any, *,
-    begun: Value | None = None,
-) -> None:  # fmt: skip
+def multiply_column(k, out, count: int, left: Callable[[Value], Pointer], right, steps, *, begun=None) -> None:
     """out (16 count, 16) fp32 = A @ B over `steps` of TILE_K, or where `begun` (i1; None: never) out += A @ B. A step has `count`
     <= 4 tiles of A, contiguous from `left(step)` on, and one tile of B. So only one new tile is read a step where A's tiles are
     those of other steps too, and come from the L1 (a convolution's taps)."""
@@ -175,9 +167,7 @@ def _corner(out: Pointer, i: int, j: int, row: int) -> tuple[tuple[str, str], tu
     return ("ptr", out.bytes(i * SIDE * row + 4 * SIDE * j).ref), ("i64", str(row))
 
 
-def gemm_accumulate(
-    k: KernelBuilder, out: Pointer, left: TileA, right: Pointer, steps: Any, *, rows: int, cols: int, begins: bool = False
-) -> None:  # fmt: skip
+def gemm_accumulate(k, out, left: TileA, right, steps, *, rows: int, cols: int, begins: bool = False) -> None:
     """out (rows, cols) fp32 += A @ B over `steps` of TILE_K, or with `begins` out = A @ B; rows and cols are multiples of 32.
     `left`: A's first 32 rows; `left.below` bytes from 16 rows to the next 16. B is in VNNI layout, [TILE_K / 2 * steps][cols]
     pairs."""
@@ -191,7 +181,7 @@ def gemm_accumulate(
             store_accumulators(k, block, row=row)
 
 
-def _multiply_step(k: KernelBuilder, left: TileA, b: Pointer, row: int) -> None:
+def _multiply_step(k, left: TileA, b, row: int) -> None:
     """One step of TILE_K: the accumulators (tile registers 0 to 3) += two tiles of A (4, 5) @ two of B (6, 7), whose rows are `row`
     bytes apart."""
     for i in range(2):
@@ -203,7 +193,7 @@ def _multiply_step(k: KernelBuilder, left: TileA, b: Pointer, row: int) -> None:
             intrinsic(k, "tdpbf16ps", 2 * i + j, 4 + i, 6 + j)
 
 
-def peak_loop(k: KernelBuilder, iterations: Value) -> None:
+def peak_loop(k, iterations) -> None:
     """`iterations` times four independent products of tiles, on zeros: the peak rate of the processor."""
     configure(k)
     for tile in range(8):
@@ -217,10 +207,7 @@ def peak_loop(k: KernelBuilder, iterations: Value) -> None:
 PEAK_FLOPS = 4 * SIDE * SIDE * TILE_K * 2  # floating-point operations of one iteration of `peak_loop`
 
 
-def multiply_rows(
-    k: KernelBuilder, out: Pointer, a: Pointer, count: Value | None, panel: Pointer, block: Pointer, *, depth: int, stride: int,
-    **options: Any,
-) -> None:  # fmt: skip
+def multiply_rows(k, out, a, count, panel, block, *, depth: int, stride: int, **options) -> None:
     """out (MR, NR) fp32 = rows [0, count) of a (rows, depth), row stride `stride` elements, @ panel; `count` None: MR rows. What an
     AMX tile would read beyond the depth or beyond the last row is first copied to `block`, zero-padded scratch of
     `padded_a_bytes(depth)`. `options` are for `multiply`."""
@@ -234,7 +221,7 @@ def multiply_rows(
     multiply(k, out, panel, parts, **options)
 
 
-def _copy_rows(k: KernelBuilder, dst: Pointer, a: Pointer, count: Any, *, first: int, depth: int, stride: int, width: int) -> None:
+def _copy_rows(k, dst, a, count, *, first: int, depth: int, stride: int, width: int) -> None:
     """dst (count, width) = columns [first, depth) of `count` rows of a, row stride `stride` elements, zero-padded to `width`
     columns (a multiple of TILE_K)."""
     end = first + (depth - first) // k.lanes * k.lanes
@@ -249,7 +236,7 @@ def _copy_rows(k: KernelBuilder, dst: Pointer, a: Pointer, count: Any, *, first:
             target.store_raw(raw, c - first)
 
 
-def pad_panel(k: KernelBuilder, panel: Pointer, depth: Any) -> None:
+def pad_panel(k, panel, depth) -> None:
     """Zero-pad a packed panel of `depth` to a multiple of TILE_K."""
     pairs = k.ceil_div(depth, 2)
     with k.loop(pairs, (pairs + (SIDE - 1)) & -SIDE) as u:
@@ -257,9 +244,7 @@ def pad_panel(k: KernelBuilder, panel: Pointer, depth: Any) -> None:
             panel.as_dtype("fp32").store(0.0, u * NR + v)
 
 
-def pack_a(
-    k: KernelBuilder, block: Pointer, b: Pointer, col: Value, depth: Value, *, stride: int, width: int, cols: int | None
-) -> None:
+def pack_a(k, block, b, col, depth, *, stride: int, width: int, cols: int | None) -> None:
     """Pack A of a weight gradient: rows [0, depth) (tokens) and columns [col, col + width) of b, row stride `stride` elements, as
     tiles whose rows are b's columns: [width / 16][steps][16][16] pairs of tokens, in bf16. `cols` as for packing.py's pack_b; what
     exceeds it, and tokens beyond `depth`, are zero-padded."""
@@ -288,7 +273,7 @@ def pack_a(
         pack_step(whole, tail=True)
 
 
-def intrinsic(k: KernelBuilder, name: str, *args: int | tuple[str, str]) -> None:
+def intrinsic(k, name: str, *args: int | tuple[str, str]) -> None:
     """An AMX intrinsic with constant tile registers: LLVM's own allocation of tiles needs passes that do not run here."""
     kinds = ["i8 immarg" if isinstance(a, int) else a[0] for a in args]
     k.declare(f"void @llvm.x86.{name}({', '.join(kinds)})")

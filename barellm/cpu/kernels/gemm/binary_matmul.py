@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Tensor, Value, Var, lowering
+from barellm.cpu.kernel import ISA, Lowering, Op, Pointer, Tensor, Value, Var, lowering
 from barellm.cpu.kernels.loops import accumulate, shape_of
 from barellm.program.integers import ceil_div
 
@@ -63,7 +63,7 @@ class Tiling:
         return f"<{self.lanes} x {'i32' if self.name == 'words' else 'i8'}>"
 
 
-def pack_panels(k: KernelBuilder, panels, b, *, N, W) -> None:
+def pack_panels(k, panels, b, *, N, W) -> None:
     """Panel p, word w, step s: the bits s of word w of each column of the panel, contiguous. Columns beyond the last repeat
     it."""
     tiling = Tiling.of(k.isa)
@@ -90,7 +90,7 @@ class Tile:
     """The micro-kernel's tile of the result: `tiling.rows` rows of a, from `first` on, and the columns of one panel. The counts of
     different bits are in scratch, [row][column] of i16 or i32, and for a few words in registers."""
 
-    def __init__(self, k: KernelBuilder, a: Pointer, first: Value, last: Value, *, W: int, short: bool) -> None:
+    def __init__(self, k, a, first, last, *, W: int, short: bool) -> None:
         """`last` is the last row of all: rows behind it count as it does, and are not stored. `W`: words of a row; `short`: sums
         fit into 16 bits."""
         self.k, self.tiling, self.W = k, Tiling.of(k.isa), W
@@ -190,7 +190,7 @@ class Tile:
         return k.to(columns - (ones << 1), k.vec)
 
 
-def count_signs(k: KernelBuilder, y, a, panels, *, N, W, columns, dims, inner, mode) -> None:
+def count_signs(k, y, a, panels, *, N, W, columns, dims, inner, mode) -> None:
     """y (rows, N) = columns - 2 popcount(a (rows, W) xor b), b packed as `panels`: the GEMM of `columns` signs a row. A work item
     is ROWS rows of one panel."""
     tiling = Tiling.of(k.isa)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from barellm.cpu.gemm_config import Tile
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Tensor, Value, lowering
+from barellm.cpu.kernel import Lowering, Op, Tensor, Value, lowering
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.kernels.gemm.block_tile import Tiling, broadcast, isa_of, multiply_accumulate
 from barellm.cpu.kernels.gemm.microkernel import accumulators
@@ -29,7 +29,7 @@ def strip_units(tiling: Tiling) -> int:
     return tiling.steps(CHUNK) * tiling.nr + 16
 
 
-def pack_strips(k: KernelBuilder, packed, x, row_begin, *, dims, inner, width, block, left) -> None:
+def pack_strips(k, packed, x, row_begin, *, dims, inner, width, block, left) -> None:
     """packed = up to CHUNK tokens of x (tokens, width), from `row_begin` on, as strips (block_tile.py), [strip][step][column]; with
     `left` on AMX as A tiles, [strip][step][column][token]. Rows are read sequentially, which memory does fastest; strip by strip it
     took a fifth longer."""
@@ -55,7 +55,7 @@ def pack_strips(k: KernelBuilder, packed, x, row_begin, *, dims, inner, width, b
             pack_b(k, dst, source, col, depth, stride=width, width=tiling.nr, cols=None).run()
 
 
-def block_sparse_wgrad(k: KernelBuilder, dweight, x, dy, places, count, row_begin, *, dtype, dims, inner, block, mode) -> None:
+def block_sparse_wgrad(k, dweight, x, dy, places, count, row_begin, *, dtype, dims, inner, block, mode) -> None:
     """dweight (blocks, block, block) fp32 += x^T dy over up to CHUNK tokens from `row_begin` on, both packed in strips (of
     `dtype`). `places`: the block rows of the `count` stored blocks, then their block columns. A work item is a strip of a block's
     rows."""
@@ -92,7 +92,7 @@ def block_sparse_wgrad(k: KernelBuilder, dweight, x, dy, places, count, row_begi
                     multiply_accumulate(k, acc, broadcast(k, lines, tiling.nr, tiling.pair), right, some, tiling.pair)
 
 
-def _again(k: KernelBuilder, tokens: Value, keep: Value | None) -> Value:
+def _again(k, tokens, keep) -> Value:
     """Whether to accumulate: on the sums of `tokens` before these, or of an earlier micro-batch."""
     again = tokens > 0
     return again if keep is None else k.op("i1", f"or i1 {again.ref}, {keep.ref}")

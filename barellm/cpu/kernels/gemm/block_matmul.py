@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from barellm.cpu.gemm_config import Tile
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Tensor, Value, lowering
+from barellm.cpu.kernel import Lowering, Op, Pointer, Tensor, Value, lowering
 from barellm.cpu.kernels.gemm import amx, block_tile, microkernel
 from barellm.cpu.kernels.gemm.packing import pack_b, pack_b_transposed
 from barellm.cpu.kernels.loops import accumulate, shape_of
@@ -34,7 +34,7 @@ class BlockShape:
     slots: int
 
 
-def pack_blocks(k: KernelBuilder, packed, weight, count, *, block, transposed) -> None:
+def pack_blocks(k, packed, weight, count, *, block, transposed) -> None:
     """Pack each block of the weight as B panels of its columns, or where `transposed` of its rows."""
     k.use(block_tile.isa_of(k.isa, block))
     tiling = block_tile.Tiling.of(k.isa, weight.dtype, block)
@@ -62,9 +62,8 @@ def own_stride(tiling: block_tile.Tiling, width: int) -> int:
 
 
 def block_sparse_gemm(
-    k: KernelBuilder, out, partials, x, packed, table, segments, skipped, entries, grain,
-    *, dims, inner, shape: BlockShape, mode,
-) -> None:  # fmt: skip
+    k, out, partials, x, packed, table, segments, skipped, entries, grain, *, dims, inner, shape: BlockShape, mode
+) -> None:
     """out (tokens, K) = x (tokens, C) @ the blocks that the table lists for each segment. In the table `skipped` numbers lie
     between `segments` and `entries`. Partial sums of split segments go to `partials` (tokens, slots * block)."""
     C, K, block, slots = shape.C, shape.K, shape.block, shape.slots
@@ -133,7 +132,7 @@ def block_sparse_gemm(
                     finish(r, values)
 
 
-def add_partials(k: KernelBuilder, out, partials, table, segments, cuts, *, dims, inner, shape: BlockShape, mode) -> None:
+def add_partials(k, out, partials, table, segments, cuts, *, dims, inner, shape: BlockShape, mode) -> None:
     """Store to the block columns of `out` whose segment is split the sums of their `partials`, added in order. In the table, `cuts`
     entries (block column, first slot, last slot + 1) follow the `segments`."""
     K, block, slots = shape.K, shape.block, shape.slots

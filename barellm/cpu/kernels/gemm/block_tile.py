@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from barellm.cpu.gemm_config import vector_tiles
-from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value, Var
+from barellm.cpu.kernel import ISA, Value
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.kernels.gemm.microkernel import BroadcastA, rank1_update
 from barellm.cpu.kernels.gemm.packing import uses_vnni
@@ -56,7 +56,7 @@ class Tiling:
         return (depth + 1) >> 1 if self.pair == 2 else depth
 
 
-def multiply_accumulate(k: KernelBuilder, acc: list[list[Var]], left: BroadcastA, panel: Pointer, steps: Any, pair: int) -> None:
+def multiply_accumulate(k, acc, left: BroadcastA, panel, steps, pair: int) -> None:
     """acc (rows, columns) += A @ panel over `steps` of the depth, an accumulation chain for each element; `pair` numbers a step."""
     if isinstance(steps, int) and steps <= 2 * UNROLL:
         for u in range(steps):
@@ -71,7 +71,7 @@ def multiply_accumulate(k: KernelBuilder, acc: list[list[Var]], left: BroadcastA
             rank1_update(k, acc, left, panel, u, pair == 2)
 
 
-def broadcast(k: KernelBuilder, rows: list[Pointer], step: int, pair: int) -> BroadcastA:
+def broadcast(k, rows, step: int, pair: int) -> BroadcastA:
     """The left operand whose row r starts at `rows[r]` and goes on `step` units later."""
 
     def unit(r: int, u: Value) -> Value:

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Pointer, Value
+from barellm.cpu.kernel import Pointer, Value
 from barellm.program.quantization import BLOCK, TILE, Scheme
 
 LOOK_UPS = {16: "llvm.x86.avx512.pshuf.b.512", 8: "llvm.x86.avx2.pshuf.b"}  # by lanes; of 4 lanes NEON alone has one
@@ -22,7 +22,7 @@ NEON_LOOK_UP = "llvm.aarch64.neon.tbl1.v16i8"
 class Codes:
     """Packed codes (tiles, `blocks`, 128) of a scheme. Vectors are of `lanes` columns, which all lie in one tile."""
 
-    def __init__(self, k: KernelBuilder, p: Pointer, how: Scheme, blocks: int) -> None:
+    def __init__(self, k, p, how: Scheme, blocks: int) -> None:
         """`blocks`: of a column, its depth / 8. Tables are in registers where there is a byte look-up, else in stack memory."""
         self.k, self.p, self.how, self.blocks = k, p, how, blocks
         self.block_bytes = TILE * BLOCK if how.codes == "i8" else TILE * BLOCK // 2
@@ -95,7 +95,7 @@ class Codes:
 class Scales:
     """Packed scales (tiles, groups + 1, 16), of which the last are exponents."""
 
-    def __init__(self, k: KernelBuilder, p: Pointer, groups: int) -> None:
+    def __init__(self, k, p, groups: int) -> None:
         self.k, self.p, self.groups = k, p, groups
 
     def load(self, tile: Any, group: Any, column: Any) -> Value:

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from barellm.cpu.gemm_config import Tile
-from barellm.cpu.kernel import KernelBuilder, Pointer, Value
+from barellm.cpu.kernel import Value
 from barellm.cpu.kernels.gemm.microkernel import prefetch_row
 from barellm.cpu.kernels.loops import store_all
 from barellm.cpu.kernels.pointwise.activations import emitter_of
@@ -20,9 +20,8 @@ class Epilogue:
     with an activation's slope at `other`."""
 
     def __init__(
-        self, k: KernelBuilder, tile: Tile, out: Pointer, second: Pointer | None, bias: Pointer | None, other: Pointer | None,
-        col: Value, *, cols: int, strides: Mapping[str, int], epilogues: tuple[str, ...], mode: str,
-        bias_in_registers: bool, scale: Value | None = None, factor: float = 1.0, nontemporal: Value | None = None,
+        self, k, tile: Tile, out, second, bias, other, col, *, cols: int, strides: Mapping[str, int], epilogues: tuple[str, ...],
+        mode: str, bias_in_registers: bool, scale=None, factor: float = 1.0, nontemporal=None,
     ) -> None:  # fmt: skip
         """`col` is the last positional parameter, so that a `partial` object makes the epilogue of any panel. out, second, other:
         (rows, cols), None where no epilogue needs it; bias (cols). `strides`: row strides in elements, where not `cols`.
@@ -79,10 +78,7 @@ class Epilogue:
             at = {stride: first + skipped for stride, first in at.items()}
         return {name: at[stride] for name, stride in self.stride.items()}
 
-    def _apply(
-        self, name: str, x: Value, at: dict[str, Value], bias: Value | None, mask: Value | None,
-        pre_activations: list | None = None,
-    ) -> Value:  # fmt: skip
+    def _apply(self, name: str, x, at: dict[str, Value], bias, mask, pre_activations: list | None = None) -> Value:
         """The vector x after epilogue `name` (the class's docstring has them); `at`: its index in each operand. An activation
         stores its input to `second`, or only appends it to `pre_activations` where that is given."""
         if name == "bias":

@@ -5,7 +5,7 @@ Shapes: x (..., K), weight (K, N), y (..., N), scales (1,)."""
 
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Tensor, Value, kernel, lowering
+from barellm.cpu.kernel import Lowering, Op, Tensor, Value, kernel, lowering
 from barellm.cpu.kernels.gemm import amx, gemm, linear, packing, weight_gradient
 from barellm.cpu.kernels.loops import elementwise, flat, shape_of
 from barellm.cpu.kernels.loss.cross_entropy import ALL_ROWS
@@ -15,7 +15,7 @@ from barellm.program.dtypes import EIGHTS, LARGEST, PLANES
 
 
 @kernel("quantise", also={"x": PLANES, "y": EIGHTS}, constants=lambda op: {"per_target": op.per_target, **flat(op.y)})
-def quantise(k: KernelBuilder, y, x, scale, *, per_target, dims, width) -> None:
+def quantise(k, y, x, scale, *, per_target, dims, width) -> None:
     """y = x / scale, rounded to the 8-bit dtype of y. `per_target` (gradients): the scale is multiplied by inv_targets."""
     divisor = scale.get(0)
     if per_target:
@@ -25,13 +25,13 @@ def quantise(k: KernelBuilder, y, x, scale, *, per_target, dims, width) -> None:
         put(x.load(i, mask) / divisor)
 
 
-def dequantization_factor(k: KernelBuilder, one: Pointer, other: Pointer, *, per_target: bool) -> Value:
+def dequantization_factor(k, one, other, *, per_target: bool) -> Value:
     """What accumulators are multiplied with, in all lanes: the product of both operands' scales."""
     by = one.get(0) * other.get(0)
     return k.splat(by * k.to(k.scalar("inv_targets"), "float") if per_target else by)
 
 
-def scaled_product(k: KernelBuilder, out, a, weight, scale, other, *, per_target, **how) -> None:
+def scaled_product(k, out, a, weight, scale, other, *, per_target, **how) -> None:
     """out = a @ weight times both scales, `scale` and `other`; the constants `how` are those of `gemm`."""
     by = dequantization_factor(k, scale, other, per_target=per_target)
     rows = {"row_begin": k.int(0), "row_limit": k.int(ALL_ROWS)}
@@ -40,7 +40,7 @@ def scaled_product(k: KernelBuilder, out, a, weight, scale, other, *, per_target
     )  # fmt: skip
 
 
-def scaled_weight_gradient(k: KernelBuilder, dweight, dy, x, scale, other, **how) -> None:
+def scaled_weight_gradient(k, dweight, dy, x, scale, other, **how) -> None:
     """dweight = dy^T @ x times both scales, `scale` and `other`; the constants `how` are those of `weight_gradient`."""
     by = dequantization_factor(k, scale, other, per_target=True)
     weight_gradient.weight_gradient(k, dweight, dy, x, k.int(0), k.int(ALL_ROWS), scale=by, **how)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from barellm.cpu.gemm_config import GemmConfig, Tile, default_kc, packed_itemsize
-from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.kernels.gemm import amx, epilogue, gemm_mainloop, packing
 from barellm.cpu.kernels.gemm.microkernel import broadcast_a, microkernel
 from barellm.cpu.kernels.pointwise.activations import emitter_of
@@ -27,7 +27,7 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
     """GEMM on vector registers: MR x NR accumulators. They reach the epilogue in registers or through memory: a tile's,
     where the epilogue needs the registers, or a work item's, where there are several KC blocks."""
 
-    def __init__(self, k: KernelBuilder, a: Pointer, *operands: Any, through_memory: bool, slope: bool, **sizes: Any) -> None:
+    def __init__(self, k, a, *operands, through_memory: bool, slope: bool, **sizes) -> None:
         """`through_memory`: the epilogue reads accumulators from memory. `slope`: it may overlap the next micro-kernel."""
         super().__init__(k, a, *operands, **sizes)
         overlapped = self.config.overlap
@@ -153,7 +153,7 @@ class AmxGemm(gemm_mainloop.GemmMainloop):
     """GEMM on AMX tile registers (amx.MR x amx.NR a tile). A (KC, NR) panel of B stays in the L1 while all rows of the item pass;
     the next one is packed between the tile instructions. Accumulators go through scratch, also between two KC blocks."""
 
-    def __init__(self, k: KernelBuilder, *operands: Any, **sizes: Any) -> None:
+    def __init__(self, k, *operands, **sizes) -> None:
         """Scratch: two B panels, a zero-padded tile of A's rows, the accumulators."""
         super().__init__(k, *operands, **sizes)
         self.padded_a = self.scratch.bytes(2 * self.panel_nbytes)
@@ -219,9 +219,9 @@ class AmxGemm(gemm_mainloop.GemmMainloop):
 
 
 def gemm(
-    k: KernelBuilder, out, second, a, weight, bias, other, row_begin, row_limit,
-    *, cols: int, depth: int, transposed: bool, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str,
-    config: GemmConfig, strides: tuple[tuple[str, int], ...] = (), scale: Value | None = None, factor: float = 1.0, least: int = 0,
+    k, out, second, a, weight, bias, other, row_begin, row_limit, *, cols: int, depth: int, transposed: bool, dims: tuple[str, ...],
+    inner: int, epilogues: tuple[str, ...], mode: str, config: GemmConfig, strides: tuple[tuple[str, int], ...] = (), scale=None,
+    factor: float = 1.0, least: int = 0,
 ) -> None:  # fmt: skip
     """out (rows, cols) = a (rows, depth) @ weight, then the `epilogues` (epilogue.py), which may read `bias` (cols) and `other`
     (rows, cols) and write `second` (rows, cols); "scaled" and "times" use `scale`, "rescale" uses `factor`. Rows are [row_begin,
@@ -240,9 +240,8 @@ def gemm(
 
 
 def multiply(
-    k: KernelBuilder, out, second, a, weight: Any, rows: Value, bias, other, *, cols: int, depth: int, transposed: bool,
-    epilogues: tuple[str, ...], mode: str, config: GemmConfig, strides: Mapping[str, int], scale: Value | None = None,
-    factor: float = 1.0, streams: bool = True,
+    k, out, second, a, weight, rows, bias, other, *, cols: int, depth: int, transposed: bool, epilogues: tuple[str, ...], mode: str,
+    config: GemmConfig, strides: Mapping[str, int], scale=None, factor: float = 1.0, streams: bool = True,
 ) -> None:  # fmt: skip
     """Run the main loop for `rows` rows, on AMX tiles or vector registers, what this ISA has for the dtype of a. `weight`: as
     `GemmMainloop` has it. `streams`: results of AMX tiles that exceed the caches are stored non-temporally. Other parameters as in

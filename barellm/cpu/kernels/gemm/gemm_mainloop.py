@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from barellm.cpu.gemm_config import AMX_ITEMS_PER_THREAD, AMX_K_GROUP, ITEMS_PER_THREAD, GemmConfig, Tile
-from barellm.cpu.kernel import KernelBuilder, Pointer, Value
+from barellm.cpu.kernel import Pointer, Value
 from barellm.cpu.kernels.gemm import amx, epilogue, microkernel, packing
 from barellm.program.integers import ceil_div
 
@@ -29,8 +29,8 @@ class GemmMainloop(ABC):
     number of KC blocks that one panel passes before the next panel does; there are `k_groups`."""
 
     def __init__(
-        self, k: KernelBuilder, a: Pointer, weight: Any, rows: Value, make_epilogue: Callable[[Value], epilogue.Epilogue],
-        *, cols: int, depth: int, stride: int, kc: int, transposed: bool, config: GemmConfig,
+        self, k, a, weight, rows, make_epilogue: Callable[[Value], epilogue.Epilogue], *, cols: int, depth: int, stride: int,
+        kc: int, transposed: bool, config: GemmConfig,
     ) -> None:  # fmt: skip
         """`weight`: (depth, cols), or (cols, depth) where `transposed`; a pointer to a row-major matrix, or an object whose
         `pack(mainloop, into, panel_id)` is the task that packs a KC block of a panel of it, as `_pack` here does. `stride`: lda,
@@ -147,7 +147,7 @@ class GemmMainloop(ABC):
             k.prefetch(piece.bytes((at % row_lines + line) * packing.LINE), near=False)
 
 
-def panel_groups(k: KernelBuilder, panels: int, max_panels: int, m_blocks: Value, min_items: int) -> Value:
+def panel_groups(k, panels: int, max_panels: int, m_blocks, min_items: int) -> Value:
     """The number of groups into which `panels` are divided, the N side of work items: groups of at most `max_panels` panels, at
     least `min_items` items a thread together with `m_blocks`, and a multiple of the thread count."""
     if max_panels == 1:
@@ -156,7 +156,7 @@ def panel_groups(k: KernelBuilder, panels: int, max_panels: int, m_blocks: Value
     return k.min(k.ceil_div(wanted, k.threads) * k.threads, panels)
 
 
-def even_rows(k: KernelBuilder, rows: Value, blocks: Value, tile: Tile) -> Value:
+def even_rows(k, rows, blocks, tile: Tile) -> Value:
     """MC such that `blocks` blocks of rows are as even as can be: a multiple of MR."""
     tile_rows = k.max(blocks, 1) * tile.mr  # rows of one tile of each block
     return (rows + (tile_rows - 1)) // tile_rows * tile.mr

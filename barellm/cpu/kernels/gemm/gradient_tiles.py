@@ -7,13 +7,13 @@ the thread packs the next one (VNNI) between the tile instructions. Sums wait in
 from collections.abc import Callable
 
 from barellm.cpu.gemm_config import GemmConfig, token_chunk
-from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.kernels.gemm import amx, microkernel, packing
 from barellm.program.integers import ceil_div, round_up
 
 
 def multiply(
-    k: KernelBuilder, dy: Pointer, x: Pointer, tokens: Value, *, N: int, K: int, dy_row: int, x_row: int, config: GemmConfig,
+    k, dy, x, tokens, *, N: int, K: int, dy_row: int, x_row: int, config: GemmConfig,
     store: Callable[[Value, Value, Value, Value, Pointer], None],
 ) -> None:  # fmt: skip
     """dy.T @ x for each chunk of tokens, of dy (tokens, N) and x (tokens, K) with row strides `dy_row` and `x_row` in elements. The

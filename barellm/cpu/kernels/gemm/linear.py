@@ -38,9 +38,8 @@ def views_of(**operands: Any) -> dict[str, Any]:
 
 
 def append_gemm(
-    c: Lowering, *, out: Any, a: Any, weight: Tensor, like: Tensor, transposed: bool, epilogues: tuple[str, ...] = (),
-    second: Any = None, bias: Any = None, other: Any = None, mode: str = "store", rows: tuple[int, int] = (0, ALL_ROWS),
-    factor: float | None = None,
+    c: Lowering, *, out, a, weight: Tensor, like: Tensor, transposed: bool, epilogues: tuple[str, ...] = (), second=None, bias=None,
+    other=None, mode: str = "store", rows: tuple[int, int] = (0, ALL_ROWS), factor: float | None = None,
 ) -> None:  # fmt: skip
     """Append the GEMM call(s) of out (rows, cols) = a (rows, depth) @ weight with `epilogues` (epilogue.py has them, and `second`,
     `bias`, `other`, `factor`). An operand is a Tensor or (Region, dtype). weight (N, K) is read `transposed` (fprop: cols = N) or

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from barellm.cpu.gemm_config import GemmConfig, Tile
-from barellm.cpu.kernel import KernelBuilder, Pointer, Value, Var
+from barellm.cpu.kernel import Pointer, Value, Var
 from barellm.cpu.kernels.gemm.packing import LINE
 
 OVERLAP_UNITS = 16  # steps of the depth between two calls of `overlap`
@@ -17,9 +17,9 @@ BroadcastA = Callable[[int, Value], Value]  # (row of the tile, step of the dept
 
 
 def microkernel(
-    k: KernelBuilder, tile: Tile, load_a: BroadcastA, panel: Pointer, k_units: Any, vnni: bool, *, tail: BroadcastA | None = None,
+    k, tile: Tile, load_a: BroadcastA, panel, k_units, vnni: bool, *, tail: BroadcastA | None = None,
     prefetch: Callable[[Value], None] | None = None, overlap: Callable[[], None] | None = None,
-    c_init: tuple[Value, Pointer] | None = None, is_last_k: Value | None = None,
+    c_init: tuple[Value, Pointer] | None = None, is_last_k=None,
 ) -> list[list[Value]]:  # fmt: skip
     """A (mr, k_units) @ panel (k_units, nr): the accumulators, mr rows of vectors. A k unit is an element of the depth, with `vnni`
     a pair of bf16. `tail` loads A for the odd last element, done where `is_last_k` (None: always). `c_init`: (condition, pointer to
@@ -57,13 +57,13 @@ def microkernel(
     return [[x.value for x in row] for row in acc]
 
 
-def zero_tile(k: KernelBuilder, tile: Tile) -> list[list[Var]]:
+def zero_tile(k, tile: Tile) -> list[list[Var]]:
     """Accumulators of a tile, zero: mr rows of vectors."""
     return [[k.var_vec(0.0) for _ in range(tile.vectors)] for _ in range(tile.mr)]
 
 
 @contextmanager
-def accumulators(k: KernelBuilder, tile: Tile, dst: Pointer, pitch: int, add_previous: Value | None) -> Iterator[list[list[Var]]]:
+def accumulators(k, tile: Tile, dst, pitch: int, add_previous) -> Iterator[list[list[Var]]]:
     """The accumulators of a tile: loaded from dst (mr, nr), row stride `pitch` elements, where `add_previous` (i1; None: never),
     else zero; stored there in the end."""
     acc = zero_tile(k, tile)
@@ -77,7 +77,7 @@ def accumulators(k: KernelBuilder, tile: Tile, dst: Pointer, pitch: int, add_pre
         p.store(x.value)
 
 
-def rank1_update(k: KernelBuilder, acc: list[list[Var]], load_a: BroadcastA, panel: Pointer, u: Value, vnni: bool) -> None:
+def rank1_update(k, acc, load_a: BroadcastA, panel, u, vnni: bool) -> None:
     """acc (mr, nr) += outer product of A's column and the panel's row of step `u`; with VNNI of two columns and rows."""
     vectors, lanes = len(acc[0]), k.lanes
     right = [panel.as_dtype("i32").load_raw(u * (vectors * lanes) + v * lanes) for v in range(vectors)]
@@ -87,14 +87,12 @@ def rank1_update(k: KernelBuilder, acc: list[list[Var]], load_a: BroadcastA, pan
             x.value = k.dot(x.value, a, b) if vnni else k.fma(a, k.bitcast(b, k.vec), x.value)
 
 
-def overlap_calls(k: KernelBuilder, tile: Tile, k_units: Value) -> Value:
+def overlap_calls(k, tile: Tile, k_units) -> Value:
     """How often `microkernel` calls `overlap`."""
     return k.ceil_div(k.ceil_div(k_units, tile.mr), OVERLAP_UNITS) * tile.mr
 
 
-def broadcast_a(
-    k: KernelBuilder, a: Pointer, rows: list[Any], vnni: bool, *, depth: int, stride: int
-) -> tuple[BroadcastA, BroadcastA | None]:
+def broadcast_a(k, a, rows, vnni: bool, *, depth: int, stride: int) -> tuple[BroadcastA, BroadcastA | None]:
     """Loads of A from row-major memory, unpacked, for `microkernel`: of `rows` (indices) of a, row stride `stride` elements.
     Returns the load of a whole k unit and, where VNNI pairs leave an odd last element, that of the element alone."""
     bases = [a.at(row * stride) for row in rows]
@@ -119,7 +117,7 @@ def block_of_item(item: Value, config: GemmConfig, row_blocks: Any, column_block
     return item % row_blocks, item // row_blocks
 
 
-def prefetch_row(k: KernelBuilder, p: Pointer, count: int, *, write: bool) -> None:
+def prefetch_row(k, p, count: int, *, write: bool) -> None:
     """Prefetch `count` elements from `p`."""
     for line in range(0, count * p.itemsize, LINE):
         k.prefetch(p.bytes(line), write=write)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.lang.vector import transpose_groups
 from barellm.program.dtypes import itemsize
@@ -35,7 +35,7 @@ class PackTask:
     """The packing of one panel, in chunks: all at once, or spread over a micro-kernel's loop, where its moves and shuffles use idle
     ports and nothing waits for memory."""
 
-    def __init__(self, k: KernelBuilder, count: Any, chunk: Callable[[Value], None], rest: Callable[[], None]) -> None:
+    def __init__(self, k, count, chunk: Callable[[Value], None], rest: Callable[[], None]) -> None:
         """`chunk(i)` packs one of `count` chunks, `rest()` the partial one after them."""
         self.k, self.count, self.chunk, self.pack_tail = k, k.int(count), chunk, rest
 
@@ -68,7 +68,7 @@ class PanelBuffers:
     Protocol: acquire(n) -> panel; pack_next(m); step() inside the micro-kernel; commit(). No other thread reads them: no
     barrier."""
 
-    def __init__(self, k: KernelBuilder, at: Pointer, nbytes: int, pack: Callable[[Pointer, Value], PackTask]) -> None:
+    def __init__(self, k, at, nbytes: int, pack: Callable[[Pointer, Value], PackTask]) -> None:
         """Two buffers of `nbytes` from `at` on. pack(pointer, number) is the task that packs panel `number` there."""
         self.k, self.at, self.nbytes, self.pack = k, at, nbytes, pack
         # Byte offset of the current buffer (0 or nbytes); numbers of the panels in it and in the other buffer, -1: none.
@@ -105,9 +105,8 @@ class PanelBuffers:
 
 
 def pack_b_transposed(
-    k: KernelBuilder, panel: Pointer, w: Pointer, col: Value, *, cols: int, stride: int, depth: Any, even: bool, nr: int,
-    fetch: Callable[[Value], None] | None = None,
-) -> PackTask:  # fmt: skip
+    k, panel, w, col, *, cols: int, stride: int, depth, even: bool, nr: int, fetch: Callable[[Value], None] | None = None
+) -> PackTask:
     """The task that packs a B panel (depth, nr) from a transposed B: `depth` elements of rows [col, col + nr) of w (cols, stride),
     which are B's columns. A chunk is 4 units (fp32 or VNNI pairs) of `lanes` columns, transposed 4 x 4 in each 128-bit group;
     chunks go along the depth first. `even`: depth is a whole number of chunks. Columns beyond the last repeat it; the epilogue
@@ -155,7 +154,7 @@ def pack_b_transposed(
     return PackTask(k, depth_chunks * (nr // lanes), chunk, pack_tail)
 
 
-def _units(k: KernelBuilder, p: Pointer, pair: bool) -> Value:
+def _units(k, p, pair: bool) -> Value:
     """4 units of the packed form as i32: VNNI pairs of bf16, contiguous in memory, or fp32."""
     if pair or p.dtype == "fp32":
         return k.op("<4 x i32>", f"load <4 x i32>, ptr {p.ref}, align {p.itemsize}")
@@ -163,10 +162,7 @@ def _units(k: KernelBuilder, p: Pointer, pair: bool) -> Value:
     return k.bitcast(k.widen16(half, p.dtype), "<4 x i32>")
 
 
-def pack_b(
-    k: KernelBuilder, block: Pointer, b: Pointer, col: Any, depth: Any, *, stride: int, width: int, cols: Any,
-    columns_next: bool = False,
-) -> PackTask:  # fmt: skip
+def pack_b(k, block, b, col, depth, *, stride: int, width: int, cols, columns_next: bool = False) -> PackTask:
     """The task that packs a B panel (depth, width) from row-major B: rows [0, depth) and columns [col, col + width) of b, row
     stride `stride` elements. A chunk is a row, or with VNNI an interleaved pair of rows. `cols`: the number of b's columns where
     the panel may exceed it (zero-padded), else None. `columns_next`: the panel of the next columns follows, not that of the next
@@ -220,7 +216,7 @@ class PackedA:
     packed together, as a group; the next group is packed while the micro-kernel first reads the current one."""
 
     def __init__(
-        self, k: KernelBuilder, at: Pointer, *, dtype: str, rows: int, cols: int, stride: int, max_depth: Value, inside: bool,
+        self, k, at, *, dtype: str, rows: int, cols: int, stride: int, max_depth, inside: bool,
         block: Callable[[Value], tuple[Pointer, Value, Value, Value]],
     ) -> None:  # fmt: skip
         """`rows`: MR; `max_depth`: of any block. `block(number)`: (b, first column, last column + 1, depth) of block `number`.

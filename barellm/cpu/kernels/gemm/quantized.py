@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from barellm.cpu.gemm_config import GemmConfig, Tile
-from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Value, lowering
+from barellm.cpu.kernel import ISA, Lowering, Op, Pointer, Value, lowering
 from barellm.cpu.kernels.gemm import epilogue, gemm, gemm_mainloop, linear, packing, quantized_digits, quantized_few
 from barellm.cpu.kernels.gemm.codes import Codes, Scales
 from barellm.cpu.kernels.loops import shape_of
@@ -24,8 +24,8 @@ from barellm.program.quantization import BLOCK, TILE, scheme
 
 
 def quantized_skinny_gemm(
-    k: KernelBuilder, out, second, x, codes, scales, bias, other, *, cols: int, depth: int, weights: str,
-    dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str, strides: tuple[tuple[str, int], ...] = (),
+    k, out, second, x, codes, scales, bias, other, *, cols: int, depth: int, weights: str, dims: tuple[str, ...], inner: int,
+    epilogues: tuple[str, ...], mode: str, strides: tuple[tuple[str, int], ...] = (),
 ) -> None:  # fmt: skip
     """out (rows, cols) = x (rows, depth) @ weight and then the `epilogues`, for FEW rows at most; nothing if a run has more.
     `weights`: the name of the quantization scheme; other parameters as in gemm.py's `gemm`."""
@@ -125,7 +125,7 @@ class QuantizedWeight:
         return packing.PackTask(k, depth // TILE * blocks, lambda i: dequantize(i // blocks, i % blocks, TILE), pack_tail)
 
 
-def _transposed(k: KernelBuilder, columns: list[Value]) -> list[list[Value]]:
+def _transposed(k, columns) -> list[list[Value]]:
     """The rows of BLOCK columns, each a vector of i32: of every row one vector of BLOCK lanes, or two of half as many. Three
     perfect shuffles of all lanes turn the number of the column, the upper bits of a lane's place, into its lower bits."""
     lanes = int(columns[0].type.split()[0][1:])
@@ -139,7 +139,7 @@ def _transposed(k: KernelBuilder, columns: list[Value]) -> list[list[Value]]:
     return [parts[i : i + each] for i in range(0, len(parts), each)]
 
 
-def _vnni_pairs(k: KernelBuilder, numbers: list[Value]) -> list[Value]:
+def _vnni_pairs(k, numbers) -> list[Value]:
     """VNNI pairs of fp32 vectors: neighbours rounded to bf16 in one 32-bit lane; an odd last one with zero."""
     halves = [k.to(k.op(k.ivec, f"zext {k.round_bf16(x).typed} to {k.ivec}"), k.ivec) for x in numbers]
     odd = [*halves[1::2], k.const(0, k.ivec)][: len(halves[::2])]
@@ -147,8 +147,8 @@ def _vnni_pairs(k: KernelBuilder, numbers: list[Value]) -> list[Value]:
 
 
 def quantized_gemm(
-    k: KernelBuilder, out, second, x, codes, scales, bias, other, row_begin, row_limit, *, cols: int, depth: int,
-    weights: str, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str, config: GemmConfig, least: int,
+    k, out, second, x, codes, scales, bias, other, row_begin, row_limit, *, cols: int, depth: int, weights: str,
+    dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str, config: GemmConfig, least: int,
     strides: tuple[tuple[str, int], ...] = (), transposed: bool = True,
 ) -> None:  # fmt: skip
     """The usual GEMM, out (rows, cols) = x (rows, depth) @ weight with `epilogues`, for rows [row_begin, row_begin + row_limit) of
@@ -166,9 +166,8 @@ def quantized_gemm(
 
 
 def append_quantized_gemm(
-    c: Lowering, *, out: Any, x: Any, codes: Any, scales: Any, weights: str, cols: int, depth: int, like: Any,
-    epilogues: tuple[str, ...] = (), second: Any = None, bias: Any = None, other: Any = None, mode: str = "store",
-    rows: tuple[int, int] | None = None, transposed: bool = True,
+    c: Lowering, *, out, x, codes, scales, weights: str, cols: int, depth: int, like, epilogues: tuple[str, ...] = (), second=None,
+    bias=None, other=None, mode: str = "store", rows: tuple[int, int] | None = None, transposed: bool = True,
 ) -> None:  # fmt: skip
     """Append the call(s) of out (rows, cols) = x (rows, depth) @ weight with `epilogues`; parameters as in `linear.append_gemm`,
     with `codes`, `scales` and the scheme's name `weights` for the weight. None for `rows`: two calls, a skinny and a usual GEMM, of

@@ -10,7 +10,7 @@ Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 
 
 from dataclasses import dataclass
 
-from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value, Var
+from barellm.cpu.kernel import ISA, Pointer, Value, Var
 from barellm.cpu.kernels.gemm import packing, quantized_few
 from barellm.cpu.kernels.gemm.codes import LOOK_UPS
 from barellm.program.integers import ceil_div, round_up
@@ -220,13 +220,13 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
         return self.k.call(LOOK_UPS[self.k.lanes], self.bytes, table, codes)
 
 
-def multiply_bytes(k: KernelBuilder, total: Value, unsigned: Value, signed: Value) -> Value:
+def multiply_bytes(k, total, unsigned, signed) -> Value:
     """total (i32 lanes) + the sum of the four products of unsigned and signed bytes of each lane: vpdpbusd."""
     quads = f"<{LANE * k.lanes} x i8>"
     operands = [k.bitcast(v, quads) for v in (unsigned, signed)]
     return k.call("llvm.x86.avx512.vpdpbusd.512", k.ivec, total, *operands)
 
 
-def _arithmetic_shift(k: KernelBuilder, v: Value, places: int) -> Value:
+def _arithmetic_shift(k, v, places: int) -> Value:
     """v shifted to the right by `places` bits, with copies of the sign."""
     return k.op(v.type, f"ashr {v.typed}, {k.const(places, v.type).ref}")

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from functools import reduce
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Pointer, Value, Var
+from barellm.cpu.kernel import Value, Var
 from barellm.cpu.kernels.gemm.codes import Codes, Scales
 from barellm.cpu.kernels.gemm.packing import LINE, uses_vnni
 from barellm.program.integers import ceil_div
@@ -23,10 +23,7 @@ UNROLL = 4  # of the loop over blocks, where a block is few vectors
 class QuantizedSkinnyGemm:
     """One thread's loop over tiles of 16 columns, M <= FEW."""
 
-    def __init__(
-        self, k: KernelBuilder, x: Pointer, codes: Pointer, scales: Pointer, rows: Value, *, cols: int, depth: int,
-        weights: str, stride: int,
-    ) -> None:  # fmt: skip
+    def __init__(self, k, x, codes, scales, rows, *, cols: int, depth: int, weights: str, stride: int) -> None:
         """out = x (rows, depth) @ weight (cols, depth)^T of scheme `weights`. `stride`: elements from a row of x to the next."""
         self.k, self.rows, self.cols, self.how = k, rows, cols, scheme(weights)
         self.blocks, self.groups = ceil_div(depth, BLOCK), self.how.groups(depth)

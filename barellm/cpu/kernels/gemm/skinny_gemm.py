@@ -21,7 +21,7 @@ from math import lcm
 from typing import Any
 
 from barellm.cpu.gemm_config import PREFETCH_LEVELS, SkinnyGemmConfig, Tile
-from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value, Var
+from barellm.cpu.kernel import ISA, Pointer, Value, Var
 from barellm.cpu.kernels.gemm import packing, skinny_gemm_amx
 from barellm.cpu.kernels.gemm.epilogue import Epilogue
 from barellm.cpu.lang.vector import sums_of_lanes
@@ -116,10 +116,7 @@ class Block:
 class SkinnyGemm:
     """One thread's loop over panels of a skinny GEMM, M <= FEW."""
 
-    def __init__(
-        self, k: KernelBuilder, a: Pointer, weight: Pointer, rows: Value, *, cols: int, depth: int, stride: int,
-        config: SkinnyGemmConfig,
-    ) -> None:  # fmt: skip
+    def __init__(self, k, a, weight, rows, *, cols: int, depth: int, stride: int, config: SkinnyGemmConfig) -> None:
         """out = a (rows, depth) @ weight (cols, depth)^T. `stride`: elements from a row of a to the next."""
         self.k, self.a, self.weight, self.rows, self.config = k, a, weight, rows, config
         self.cols, self.depth, self.stride = cols, depth, stride
@@ -261,9 +258,7 @@ class SkinnyGemm:
         at = [k.min(first + i, self.cols - 1) if self.cols % self.tiling.nr else first + i for i in range(count)]
         return [self.weight.at(c * self.depth + depth) for c in at]
 
-    def _multiply(
-        self, left: list[Pointer], block: Block, columns: list[Pointer], chains: list[list[Var]], tile_number: Value
-    ) -> None:
+    def _multiply(self, left, block: Block, columns, chains, tile_number) -> None:
         """chains[r][c] += row r of a * column c, lane by lane, over the block's KC elements of the depth. `left`: addresses of the
         rows at the block's first element; `columns`: of the columns, read in whole units (a partial last one: from
         `block.columns`). Of the next block this tile prefetches an equal share, number `tile_number` of `block.tiles`, `step` bytes
@@ -340,18 +335,18 @@ class SkinnyGemm:
             out.store(sums_of_lanes(k, some + [k.to(0.0, k.vec)] * (k.lanes - len(some))), first)
 
 
-def _load_pairs(k: KernelBuilder, p: Pointer) -> Value:
+def _load_pairs(k, p) -> Value:
     """2 `lanes` bf16 as lanes of 32 bits. A row of an odd depth, or of odd columns of a wider tensor, begins at an odd element: no
     more than the alignment of one element may be stated, though the type's own is larger."""
     return k.op(k.ivec, f"load {k.ivec}, ptr {p.ref}, align {p.itemsize}")
 
 
-def _even_elements(k: KernelBuilder, p: Pointer) -> Value:
+def _even_elements(k, p) -> Value:
     """Elements 0, 2, 4, ... of 2 `lanes` bf16 as fp32: a shift."""
     return k.bitcast(_load_pairs(k, p) << 16, k.vec)
 
 
-def _odd_elements(k: KernelBuilder, p: Pointer) -> Value:
+def _odd_elements(k, p) -> Value:
     """Elements 1, 3, 5, ...: a mask. They are loaded as lanes of 16 bits, so that LLVM does not see that `_even_elements` loads the
     same bytes: it would keep them in a register that is not there."""
     half = f"<{2 * k.lanes} x i16>"
@@ -361,8 +356,8 @@ def _odd_elements(k: KernelBuilder, p: Pointer) -> Value:
 
 
 def skinny_gemm(
-    k: KernelBuilder, out, second, a, weight, bias, other, *, cols: int, depth: int, dims: tuple[str, ...], inner: int,
-    epilogues: tuple[str, ...], mode: str, config: SkinnyGemmConfig, strides: tuple[tuple[str, int], ...] = (), factor: float = 1.0,
+    k, out, second, a, weight, bias, other, *, cols: int, depth: int, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...],
+    mode: str, config: SkinnyGemmConfig, strides: tuple[tuple[str, int], ...] = (), factor: float = 1.0,
 ) -> None:  # fmt: skip
     """out (rows, cols) = a (rows, depth) @ weight.T then the `epilogues`, for M <= FEW rows; does nothing if a run has more.
     Parameters as in gemm.py's `gemm`."""

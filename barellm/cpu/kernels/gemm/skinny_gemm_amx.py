@@ -5,7 +5,7 @@ thread packs x into VNNI layout (B) for itself. Accumulators are transposed in t
 along the depth, in the order of the tile instruction, so results are batch-invariant."""
 
 from barellm.cpu.gemm_config import SkinnyGemmConfig
-from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import round_up
@@ -29,10 +29,7 @@ def scratch_bytes(isa: ISA, depth: int) -> int:
 class SkinnyGemmAmx:
     """One thread's part of a (rows, depth) @ weight (cols, depth)^T; `stride`: row stride of a in elements."""
 
-    def __init__(
-        self, k: KernelBuilder, a: Pointer, weight: Pointer, rows: Value, scratch: Pointer, *, cols: int, depth: int, stride: int,
-        config: SkinnyGemmConfig,
-    ) -> None:  # fmt: skip
+    def __init__(self, k, a, weight, rows, scratch, *, cols: int, depth: int, stride: int, config: SkinnyGemmConfig) -> None:
         self.k, self.a, self.weight, self.rows, self.config = k, a, weight, rows, config
         self.cols, self.depth, self.stride = cols, depth, stride
         self.x = scratch.as_dtype("i32")

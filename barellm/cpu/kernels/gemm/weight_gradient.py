@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from barellm.cpu.gemm_config import GemmConfig, Tile, token_chunk
-from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.kernels.gemm import amx, gradient_tiles, packing
 from barellm.cpu.kernels.gemm.microkernel import block_of_item, microkernel, overlap_calls, prefetch_row
 from barellm.cpu.kernels.optim.squares import BlockSum, block_number
@@ -25,9 +25,8 @@ NONTEMPORAL_BYTES = 1 << 20  # a gradient of this many bytes that is stored, not
 
 
 def weight_gradient(
-    k: KernelBuilder, dweight, dy, x, row_begin, row_limit, squares=None,
-    *, N: int, K: int, dims: tuple[str, ...], inner: int, mode: str, config: GemmConfig, strides: tuple[tuple[str, int], ...] = (),
-    scale: Value | None = None,
+    k, dweight, dy, x, row_begin, row_limit, squares=None, *, N: int, K: int, dims: tuple[str, ...], inner: int, mode: str,
+    config: GemmConfig, strides: tuple[tuple[str, int], ...] = (), scale=None,
 ) -> None:  # fmt: skip
     """dweight (N, K) = dy (tokens, N).T @ x (tokens, K), stored or accumulated as `mode` says. Tokens are [row_begin, row_begin +
     row_limit) of the run's `k.num_elements(dims, inner)`; dy and x point to the first. `strides`: row strides, in elements, of

@@ -7,7 +7,7 @@ for all rows or for a chunk (chunked logits). Gradients may overwrite the logits
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Tensor, Value, lowering, part
+from barellm.cpu.kernel import Lowering, Op, Tensor, Value, lowering, part
 from barellm.cpu.kernels.loops import Vector, columns, fill, new_accumulators, row_grain, shape_of, tree_reduce, vectors
 from barellm.cpu.kernels.loss.loss_scale import scale_of
 from barellm.cpu.lang.vector import exp, ln
@@ -16,12 +16,12 @@ ALL_ROWS = 1 << 62  # a `row_limit` that is none
 CHAINS = 4  # independent accumulation chains of a sum
 
 
-def num_rows(k: KernelBuilder, dims, inner, row_begin: Value, row_limit: Value) -> Value:
+def num_rows(k, dims, inner, row_begin, row_limit) -> Value:
     """How many rows a call computes: of the run's k.num_elements(dims) * inner those in [row_begin, row_begin + row_limit)."""
     return k.max(k.min(k.num_elements(dims) * inner - row_begin, row_limit), 0)
 
 
-def highest(k: KernelBuilder, logits: Pointer, valid: int) -> Value:
+def highest(k, logits, valid: int) -> Value:
     """The maximum of the first `valid` elements of a row, as a float, by CHAINS independent running maxima."""
     maxima = [k.var(k.to(float("-inf"), k.vec)) for _ in range(CHAINS)]
     for c, mask, j in columns(k, valid, unroll=CHAINS):
@@ -30,7 +30,7 @@ def highest(k: KernelBuilder, logits: Pointer, valid: int) -> Value:
     return k.maximum(tree_reduce(maxima, k.max))
 
 
-def sum_of(k: KernelBuilder, valid: int, term: Vector) -> Value:
+def sum_of(k, valid: int, term: Vector) -> Value:
     """The sum over the first `valid` columns of a row, as a float; term(column, mask) gives a vector of terms."""
     sums = new_accumulators(k, CHAINS)
     for c, mask, j in columns(k, valid, unroll=CHAINS):
@@ -39,26 +39,23 @@ def sum_of(k: KernelBuilder, valid: int, term: Vector) -> Value:
     return k.sum(tree_reduce(sums, add))
 
 
-def logarithm(k: KernelBuilder, x: Value) -> Value:
+def logarithm(k, x) -> Value:
     """ln of a float."""
     return k.lane(ln(k, k.splat(x)), 0)
 
 
-def log_sum_exp(k: KernelBuilder, logits: Pointer, valid: int) -> Value:
+def log_sum_exp(k, logits, valid: int) -> Value:
     """ln(sum(exp(row))) as a float: a pass for the maximum, then one for the sum, the row being in the cache."""
     return sum_above(k, logits, valid, highest(k, logits, valid))
 
 
-def sum_above(k: KernelBuilder, logits: Pointer, valid: int, top: Value) -> Value:
+def sum_above(k, logits, valid: int, top) -> Value:
     """ln(sum(exp(row))) as a float, given the row's maximum `top`."""
     shift = k.splat(top)
     return top + logarithm(k, sum_of(k, valid, lambda c, mask: exp(k, logits.load(c, mask) - shift)))
 
 
-def write_gradient(
-    k: KernelBuilder, dlogits: Pointer, logits: Pointer, target: Value, lse: Value, loss_factor: Value | None,
-    *, V: int, valid: int, mode: str,
-) -> None:  # fmt: skip
+def write_gradient(k, dlogits, logits, target, lse, loss_factor, *, V: int, valid: int, mode: str) -> None:
     """Store or add (`mode`) one row of the gradient: dlogits (V) = (softmax - onehot) * inv_targets * loss_factor, softmax =
     exp(logits - lse); zero where the target is ignored (-1), and from `valid` on (padding). `loss_factor`: loss scale, None: 1.
     dlogits may alias the logits."""
@@ -80,13 +77,13 @@ def write_gradient(
         dlogits.put(target_gradient, column)
 
 
-def row_losses(k: KernelBuilder, lse, losses, logits, targets, row_begin, row_limit, *, V, valid, dims, inner) -> None:
+def row_losses(k, lse, losses, logits, targets, row_begin, row_limit, *, V, valid, dims, inner) -> None:
     """Forward pass: lse (None: not stored) and losses = lse - logits[target], zero where the target is ignored, of each row."""
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         write_loss(k, lse, losses, logits.at(row * V), targets.get(row), row, valid)
 
 
-def write_loss(k: KernelBuilder, lse, losses, logits: Pointer, target: Value, row: Value, valid: int) -> Value:
+def write_loss(k, lse, losses, logits, target, row, valid: int) -> Value:
     """Store losses[row] = lse - logits[target], zero where the target is ignored (-1), and lse[row] unless `lse` is None. `logits`
     points to the row. Returns the row's log-sum-exp."""
     value = log_sum_exp(k, logits, valid)
@@ -96,7 +93,7 @@ def write_loss(k: KernelBuilder, lse, losses, logits: Pointer, target: Value, ro
     return value
 
 
-def row_scores(k: KernelBuilder, losses, margins, logits, targets, row_begin, row_limit, *, V, valid, dims, inner) -> None:
+def row_scores(k, losses, margins, logits, targets, row_begin, row_limit, *, V, valid, dims, inner) -> None:
     """losses = lse - logits[target] and margins = max(logits) - logits[target], zero where the target is ignored, of each row."""
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         src, target = logits.at(row * V), targets.get(row)
@@ -106,9 +103,7 @@ def row_scores(k: KernelBuilder, losses, margins, logits, targets, row_begin, ro
         margins.put(k.select(target >= 0, top - target_logit, 0.0), row)
 
 
-def row_losses_and_gradients(
-    k: KernelBuilder, losses, logits, targets, loss_scale, row_begin, row_limit, *, V, valid, dims, inner
-) -> None:
+def row_losses_and_gradients(k, losses, logits, targets, loss_scale, row_begin, row_limit, *, V, valid, dims, inner) -> None:
     """Forward and backward pass in one: losses as in `row_losses`, and the gradient over the logits, whose row is cached."""
     loss_factor = scale_of(k, loss_scale)
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
@@ -117,9 +112,7 @@ def row_losses_and_gradients(
         write_gradient(k, src, src, target, lse, loss_factor, V=V, valid=valid, mode="store")
 
 
-def row_gradients(
-    k: KernelBuilder, dlogits, logits, targets, lse, loss_scale, row_begin, row_limit, *, V, valid, dims, inner, mode
-) -> None:
+def row_gradients(k, dlogits, logits, targets, lse, loss_scale, row_begin, row_limit, *, V, valid, dims, inner, mode) -> None:
     """Backward pass: store or add (`mode`) dlogits, from logits, targets and the forward pass's lse (`write_gradient`)."""
     loss_factor = scale_of(k, loss_scale)
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
@@ -129,7 +122,7 @@ def row_gradients(
         )
 
 
-def total_loss(k: KernelBuilder, loss, losses, *, dims, inner) -> None:
+def total_loss(k, loss, losses, *, dims, inner) -> None:
     """loss (1) = inv_targets * sum of losses, over all rows of the run."""
     with k.parallel_for(1):
         sums = new_accumulators(k, CHAINS)

@@ -1,10 +1,10 @@
 """The loss scale as kernels read it (`program.loss_scale`)."""
 
-from barellm.cpu.kernel import KernelBuilder, Pointer, Value
+from barellm.cpu.kernel import Value
 from barellm.program.loss_scale import FIRST_SCALE
 
 
-def scale_of(k: KernelBuilder, loss_scale: Pointer | None) -> Value | None:
+def scale_of(k, loss_scale) -> Value | None:
     """The loss scale as a float, a power of two whose exponent is state[0] + FIRST_SCALE; None without a loss scale."""
     if loss_scale is None:
         return None

@@ -12,7 +12,7 @@ follows, exp(z - scale) times the slope of z stays in this thread's scratch, and
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, kernel, lowering, part
+from barellm.cpu.kernel import Lowering, Op, Value, kernel, lowering, part
 from barellm.cpu.kernels.loops import Vector, columns, elementwise, fill, flat, row_grain, shape_of
 from barellm.cpu.kernels.loss.cross_entropy import ALL_ROWS, highest, logarithm, num_rows, sum_of, total_loss
 from barellm.cpu.kernels.loss.loss_scale import scale_of
@@ -24,7 +24,7 @@ from barellm.program.tensor import Dim, Tensor
 SATURATED = 60.0  # |u| log2(e) at most: sigmoid or slope are as good as zero there, and their products finite
 
 
-def sigmoid_and_slope(k: KernelBuilder, x: Value, cap: Cap) -> tuple[Value, Value]:
+def sigmoid_and_slope(k, x, cap: Cap) -> tuple[Value, Value]:
     """(s, s (1 - s)): the sigmoid s of u = (x + shift) / width, and its slope. The capped logit is z = scale s. The slope is
     computed as s^2 exp(-u), because 1 - s loses its digits where u is large."""
     _, shift, width = cap
@@ -34,7 +34,7 @@ def sigmoid_and_slope(k: KernelBuilder, x: Value, cap: Cap) -> tuple[Value, Valu
     return s, s * s * e
 
 
-def exponential(k: KernelBuilder, x: Value, shift: Value, cap: Cap | None) -> tuple[Value, Value]:
+def exponential(k, x, shift, cap: Cap | None) -> tuple[Value, Value]:
     """(e, e dz/dx / steepness) of a vector x of logits, where e = exp(z - shift) and z is the capped logit."""
     if cap is None:
         e = exp(k, x - shift)
@@ -61,10 +61,7 @@ class Target:
     slope: Value
 
 
-def targets_of(
-    k: KernelBuilder, logits: Pointer, targets: Pointer, row: Value, row_begin: Value,
-    *, cap: Cap | None, predict: int, length: str | int,
-) -> list[Target]:  # fmt: skip
+def targets_of(k, logits, targets, row, row_begin, *, cap: Cap | None, predict: int, length: str | int) -> list[Target]:
     """Load the `predict` targets of a row, which are the tokens that follow it; one beyond the end of the row's sequence does not
     count. `logits` points to the row's first logit, `targets` to the target of the call's row 0."""
     seq = k.scalar(length) if isinstance(length, str) else k.int(length)
@@ -92,9 +89,7 @@ def sum_values(values: list[Value]) -> Value:
     return sum(values[1:], values[0])
 
 
-def log_sum_exp(
-    k: KernelBuilder, logits: Pointer, exponentials: Pointer | None, valid: int, cap: Cap | None
-) -> tuple[Value, Value]:
+def log_sum_exp(k, logits, exponentials, valid: int, cap: Cap | None) -> tuple[Value, Value]:
     """(ln(sum(exp(z))), sum(exp(z - shift))) over the `valid` columns of a row. The shift is the cap's scale, which bounds z, or
     without a cap the row's maximum. `exponentials` (V), if given, is filled with exp(z - shift) dz/dx / steepness: divided by the
     second sum it is softmax times slope."""
@@ -111,16 +106,15 @@ def log_sum_exp(
     return shift + logarithm(k, total), total
 
 
-def write_loss(k: KernelBuilder, losses: Pointer, nexts: Pointer, row: Value, row_targets: list[Target], lse: Value) -> None:
+def write_loss(k, losses, nexts, row, row_targets: list[Target], lse) -> None:
     """Store losses[row] = the sum of weight (lse - z) over the row's targets, and nexts[row] = lse - z of the next token alone."""
     nexts.put(k.select(row_targets[0].counted, lse - row_targets[0].z, 0.0), row)
     losses.put(sum_values([k.select(t.counted, t.weight * (lse - t.z), 0.0) for t in row_targets]), row)
 
 
 def write_gradient(
-    k: KernelBuilder, dlogits: Pointer, row_targets: list[Target], lse: Value, scale: Value, softmax_gradient: Vector,
-    *, V: int, valid: int, mode: str,
-) -> None:  # fmt: skip
+    k, dlogits, row_targets: list[Target], lse, scale, softmax_gradient: Vector, *, V: int, valid: int, mode: str
+) -> None:
     """Store or add (`mode`) one row of the gradient, (sum of weights * softmax - weight of the column) * slope * scale, where only
     the targets' columns have a weight. softmax_gradient(column, mask) gives a vector of the first term alone, which is written to
     all columns; then the targets' columns are overwritten. Padding becomes zero. dlogits may alias the logits."""
@@ -142,7 +136,7 @@ def write_gradient(
             dlogits.put(value, t.column)
 
 
-def factor_of(k: KernelBuilder, loss_scale: Pointer | None, cap: Cap | None, fp8_scale: Pointer | None = None) -> Value:
+def factor_of(k, loss_scale, cap: Cap | None, fp8_scale=None) -> Value:
     """The factor of every logit gradient: inv_targets (1 / number of targets) * steepness * loss scale. With an `fp8_scale` (1) the
     gradient is stored as FP8 codes of the value code * fp8_scale * inv_targets, so their factor is steepness / fp8_scale."""
     if fp8_scale is not None:
@@ -152,9 +146,7 @@ def factor_of(k: KernelBuilder, loss_scale: Pointer | None, cap: Cap | None, fp8
     return factor if loss_factor is None else factor * loss_factor
 
 
-def row_losses(
-    k: KernelBuilder, lse, losses, nexts, logits, targets, row_begin, row_limit, *, V, valid, dims, inner, cap, **more,
-) -> None:  # fmt: skip
+def row_losses(k, lse, losses, nexts, logits, targets, row_begin, row_limit, *, V, valid, dims, inner, cap, **more) -> None:
     """Forward pass: store lse (None: not stored), losses and nexts (`write_loss`) of each row, one pass over its logits."""
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         src = logits.at(row * V)
@@ -165,8 +157,8 @@ def row_losses(
 
 
 def row_losses_and_gradients(
-    k: KernelBuilder, losses, nexts, logits, targets, loss_scale, row_begin, row_limit, *, V, valid, dims, inner, cap, **more,
-) -> None:  # fmt: skip
+    k, losses, nexts, logits, targets, loss_scale, row_begin, row_limit, *, V, valid, dims, inner, cap, **more
+) -> None:
     """Forward and backward pass in one: losses and nexts as in `row_losses`, and the gradient, which overwrites the logits while
     their row is in the cache. `loss_scale`: the state of dynamic loss scaling, None: off."""
     factor, exponentials = factor_of(k, loss_scale, cap), k.thread_scratch()
@@ -183,9 +175,8 @@ def row_losses_and_gradients(
 
 
 def row_gradients(
-    k: KernelBuilder, dlogits, logits, targets, lse, loss_scale, scale, row_begin, row_limit,
-    *, V, valid, dims, inner, cap, mode, **more,
-) -> None:  # fmt: skip
+    k, dlogits, logits, targets, lse, loss_scale, scale, row_begin, row_limit, *, V, valid, dims, inner, cap, mode, **more
+) -> None:
     """Backward pass: store or add (`mode`) the gradient dlogits, from logits, targets and the forward pass's lse. With a `scale`
     (1), dlogits are stored as FP8 codes relative to it. `loss_scale`: the state of dynamic loss scaling, None: off."""
     factor = factor_of(k, loss_scale, cap, scale)
@@ -236,7 +227,7 @@ def lower_gradients(op: Op, c: Lowering, dlogits: Tensor, mode: str, **more: Any
 
 
 @kernel("softcap", constants=lambda op: {"cap": op.cap, **flat(op.y)})
-def softcap(k: KernelBuilder, y, x, *, cap, dims, width, mode_y) -> None:
+def softcap(k, y, x, *, cap, dims, width, mode_y) -> None:
     """y = z for a cap with a shift. Without one z is centred, y = z - scale / 2, which is c tanh(x / c) with c = scale / 2."""
     for i, mask, put in elementwise(k, k.num_elements(dims) * width, y, mode=mode_y):
         z = sigmoid_and_slope(k, x.load(i, mask), cap)[0] * cap[0]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Op, Pointer, Value, dims_of, kernel
+from barellm.cpu.kernel import Op, Pointer, Value, dims_of, kernel
 from barellm.cpu.kernels.loops import accumulate, accumulate_scalar, columns, new_accumulators, row_grain, tree_reduce
 from barellm.program.tensor import Dim
 
@@ -21,7 +21,7 @@ def shape_of(op: Op) -> dict[str, Any]:
     return {"dims": dims_of(op.x), "count": count, "channels": int(C), "pixels": int(H) * int(W), "groups": groups}
 
 
-def sums_over(k: KernelBuilder, M: int, terms: Callable[[Any, Value | None], list[Value]], count: int) -> list[Value]:
+def sums_over(k, M: int, terms: Callable[[Any, Value | None], list[Value]], count: int) -> list[Value]:
     """`count` sums over M elements, as floats: terms(index, mask) gives a vector to add to each."""
     chains = [new_accumulators(k, CHAINS) for _ in range(count)]
     for i, mask, j in columns(k, M, unroll=CHAINS):

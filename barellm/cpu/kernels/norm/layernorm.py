@@ -6,7 +6,7 @@ from collections.abc import Callable
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, kernel, lowering
+from barellm.cpu.kernel import Lowering, Op, Pointer, Value, kernel, lowering
 from barellm.cpu.kernels import loops
 from barellm.cpu.kernels.reductions import chunks_of_rows, column_sums, lower_column_sums
 from barellm.program.ops.norm.rmsnorm import heads_of
@@ -17,7 +17,7 @@ CHAINS = 4
 Factors = Callable[[Any, Value | None, int], tuple[Value, Value]]
 
 
-def row_sums(k: KernelBuilder, C: int, factors: Factors, *, unrolled: bool = False, of_u: bool = True) -> list[Value]:
+def row_sums(k, C: int, factors: Factors, *, unrolled: bool = False, of_u: bool = True) -> list[Value]:
     """[sum(u v)] over a row of C columns, with `of_u` [sum(u v), sum(u)]. factors(c, mask, j) gives the vectors u and v at column
     c; u must be zero in masked lanes. `unrolled`: as in `loops.columns`."""
     products, sums = loops.new_accumulators(k, CHAINS), loops.new_accumulators(k, CHAINS) if of_u else []
@@ -40,7 +40,7 @@ def head_constants(op: Op) -> dict[str, Any]:
 
 
 @kernel("layernorm", constants=lambda op: {"eps": op.eps, **row_constants(op)})
-def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims, inner) -> None:
+def layernorm(k, y, mean, rstd, x, weight, bias, *, C, eps, dims, inner) -> None:
     """y = (x - mean) rstd weight + bias, with the mean and the rstd = 1 / sqrt(variance + eps) of each row. Memory is read once:
     the row stays in registers, or in the L1 if it is long. Sums are shifted by the row's first element (shifted-data algorithm):
     E[x^2] - E[x]^2 loses all digits when |mean| is 3000 times the deviation, the shifted form never does."""
@@ -79,7 +79,7 @@ def layernorm(k: KernelBuilder, y, mean, rstd, x, weight, bias, *, C, eps, dims,
 class Normalised:
     """A normalised row, before the weight: (x - mean) rstd, or x rstd where `mean` is None. Recomputed by each load."""
 
-    def __init__(self, k: KernelBuilder, row: Value, src: Pointer, mean: Pointer | None, rstd: Pointer) -> None:
+    def __init__(self, k, row, src, mean, rstd) -> None:
         self.src, self.scale = src, k.splat(rstd.get(row))
         self.centre = None if mean is None else k.splat(mean.get(row))
 
@@ -92,7 +92,7 @@ class GradientOfRow:
     """dx = rstd (dn - mean(dn) - n mean(dn n)) of a row, dn = dy weight, n the normalised row; without mean(dn) where `mean` is
     None. A first pass computes the means; the second finds the row in the L1."""
 
-    def __init__(self, k: KernelBuilder, row: Value, dy, x, weight, mean, rstd, *, C: int) -> None:
+    def __init__(self, k, row, dy, x, weight, mean, rstd, *, C: int) -> None:
         self.k, self.C = k, C
         self.dy, self.x, self.weight = dy.at(row * C), x.at(row * C), weight
         self.normalised = Normalised(k, row, self.x, mean, rstd)
@@ -131,7 +131,7 @@ class GradientOfRow:
 @kernel("head_rmsnorm_dx", constants=head_constants)
 @kernel("rmsnorm_dx", constants=row_constants)
 @kernel("layernorm_dx", constants=row_constants)
-def norm_dx(k: KernelBuilder, dx, dy, x, weight, mean, rstd, *, C, dims, inner, mode_dx) -> None:
+def norm_dx(k, dx, dy, x, weight, mean, rstd, *, C, dims, inner, mode_dx) -> None:
     """dx of LayerNorm, or with `mean` None of RMSNorm (formula: `GradientOfRow`), stored or added (mode_dx)."""
     rows = k.num_elements(dims) * inner
     nontemporal = loops.exceeds_caches(k, rows, C, dx) if mode_dx == "store" else None
@@ -143,7 +143,7 @@ def norm_dx(k: KernelBuilder, dx, dy, x, weight, mean, rstd, *, C, dims, inner, 
             put(gradient.dx(dn, n, means))
 
 
-def dparams_partials(k: KernelBuilder, partials, dy, x, mean, rstd, *, C, count, dims, inner) -> None:
+def dparams_partials(k, partials, dy, x, mean, rstd, *, C, count, dims, inner) -> None:
     """partials (chunks, count, C) = sums over the rows of each chunk of dy n (dweight) and, if `count` is 2, of dy (dbias)."""
     for row, columns in column_sums(k, partials, k.num_elements(dims) * inner, C, count):
         normalised, d = Normalised(k, row, x.at(row * C), mean, rstd), dy.at(row * C)
@@ -165,9 +165,7 @@ def norm_dparams(op: Op, c: Lowering) -> None:
     lower_column_sums(c, dparams_partials, {}, like, read_outputs(op), op.modes)
 
 
-def norm_backward(
-    k: KernelBuilder, partials, dx, rounded, dy, x, weight, mean, rstd, *, C, count, sums, dims, inner, mode_dx
-) -> None:
+def norm_backward(k, partials, dx, rounded, dy, x, weight, mean, rstd, *, C, count, sums, dims, inner, mode_dx) -> None:
     """dx, rounded to bf16 too where `rounded` is given, and partials (chunks, count, C) of the sums over rows that `sums` names:
     dweight, dbias, and dx_sum (of dx). dy and dx are read once. Results that exceed the caches are stored non-temporally."""
     rows = k.num_elements(dims) * inner

@@ -1,14 +1,14 @@
 """RMSNorm, of rows or of their heads. Shapes: x, y (rows, C); weight (C) or none; rstd (rows) fp32. Its gradients are in
 layernorm.py, as are (dims, inner): sizes whose product is the number of rows."""
 
-from barellm.cpu.kernel import KernelBuilder, Value, kernel
+from barellm.cpu.kernel import Value, kernel
 from barellm.cpu.kernels.loops import exceeds_caches, row_grain, write_row
 from barellm.cpu.kernels.norm.layernorm import head_constants, row_constants, row_sums
 
 
 @kernel("head_rmsnorm", constants=lambda op: {"eps": op.eps, **head_constants(op)})
 @kernel("rmsnorm", constants=lambda op: {"eps": op.eps, **row_constants(op)})
-def rmsnorm(k: KernelBuilder, y, rstd, x, weight, *, C, eps, dims, inner) -> None:
+def rmsnorm(k, y, rstd, x, weight, *, C, eps, dims, inner) -> None:
     """y = x rstd weight (`weight` None: 1), rstd = 1 / sqrt(mean(x^2) + eps) of each row. Memory is read once: the row stays in
     registers, or in the L1 if it is long."""
     in_registers = k.lanes * (k.isa.registers - 12) >= C  # 12: accumulators and what a step needs

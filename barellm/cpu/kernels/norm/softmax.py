@@ -2,7 +2,7 @@
 
 from operator import add
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, kernel, lowering
+from barellm.cpu.kernel import Lowering, Op, Pointer, Value, kernel, lowering
 from barellm.cpu.kernels.loops import exceeds_caches, row_grain, shape_of, write_row
 from barellm.cpu.kernels.loss.cross_entropy import highest, sum_of
 from barellm.cpu.kernels.norm.layernorm import row_sums
@@ -13,17 +13,17 @@ BLOCK = 4096  # columns of an online-softmax step of a longer row: 16 KB of L1
 EXP_REGISTERS = 12  # that exp needs besides a row in registers: on AVX2 four are left, 32 columns; on AVX-512 20, 320 columns
 
 
-def in_registers(k: KernelBuilder, C: int) -> bool:
+def in_registers(k, C: int) -> bool:
     """Whether a row of C columns fits into the registers that exp leaves."""
     return k.lanes * (k.isa.registers - EXP_REGISTERS) >= C
 
 
-def finite(k: KernelBuilder, top: Value) -> Value:
+def finite(k, top) -> Value:
     """The maximum, or 0 for a row that is all -inf: -inf - -inf would be NaN."""
     return k.select(top > float("-inf"), top, 0.0)
 
 
-def softmax(k: KernelBuilder, y, x, *, C, scale, dims, inner) -> None:
+def softmax(k, y, x, *, C, scale, dims, inner) -> None:
     """y = softmax(scale x) of each row. A row is read once from memory: it stays in registers (`short_row`), or its exponentials in
     the L2 (`cached_row`). A longer one is read twice (`long_row`, online softmax)."""
     rows = k.num_elements(dims) * inner
@@ -38,12 +38,12 @@ def softmax(k: KernelBuilder, y, x, *, C, scale, dims, inner) -> None:
             long_row(k, dst, src, C, scale, nontemporal)
 
 
-def power(k: KernelBuilder, x: Value, top: Value, scale: float) -> Value:
+def power(k, x, top, scale: float) -> Value:
     """exp(scale (x - top))."""
     return exp(k, (x - top) if scale == 1 else (x - top) * scale)
 
 
-def short_row(k: KernelBuilder, dst: Pointer, src: Pointer, C: int, scale: float, nontemporal: Value | None) -> None:
+def short_row(k, dst, src, C: int, scale: float, nontemporal) -> None:
     """dst = softmax(scale src) of a row that stays in registers, as {column: vector}; masked lanes are -inf (exponential 0)."""
     row: dict[int, Value] = {}
     maxima: Value | None = None
@@ -62,7 +62,7 @@ def short_row(k: KernelBuilder, dst: Pointer, src: Pointer, C: int, scale: float
         put(row[c] * inverse_sum)
 
 
-def cached_row(k: KernelBuilder, dst: Pointer, src: Pointer, C: int, scale: float, nontemporal: Value | None) -> None:
+def cached_row(k, dst, src, C: int, scale: float, nontemporal) -> None:
     """dst = softmax(scale src) of a row (C) whose exponentials stay in the thread's scratch until their sum is known."""
     top, exponentials = k.splat(highest(k, src, C)), k.thread_scratch()
 
@@ -76,7 +76,7 @@ def cached_row(k: KernelBuilder, dst: Pointer, src: Pointer, C: int, scale: floa
         put(exponentials.load(c, mask) * inverse_sum)
 
 
-def long_row(k: KernelBuilder, dst: Pointer, src: Pointer, C: int, scale: float, nontemporal: Value | None) -> None:
+def long_row(k, dst, src, C: int, scale: float, nontemporal) -> None:
     """dst = softmax(scale src) of a row, online (Milakov and Gimelshein 2018): a first pass over blocks keeps the maximum so far
     and the sum of exponentials relative to it, which is rescaled when the maximum grows; a second pass recomputes them."""
     top, total = k.var(float("-inf")), k.var(0.0)
@@ -106,7 +106,7 @@ def lower_softmax(op: Op, c: Lowering) -> None:
 
 
 @kernel("softmax_dx", constants=lambda op: {"C": int(op.y.shape[-1]), "scale": op.scale, **shape_of(op.y)})
-def softmax_dx(k: KernelBuilder, dx, dy, y, *, C, scale, dims, inner, mode_dx) -> None:
+def softmax_dx(k, dx, dy, y, *, C, scale, dims, inner, mode_dx) -> None:
     """dx = scale y (dy - sum(dy y)) of each row, stored or added (mode_dx). The second pass finds the row in a cache."""
     rows = k.num_elements(dims) * inner
     nontemporal = exceeds_caches(k, rows, C, dx) if mode_dx == "store" else None

@@ -6,7 +6,7 @@ increment a counter waits for the store of the increment before: so each of TABL
 
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Tensor, Value, lowering
+from barellm.cpu.kernel import Lowering, Op, Tensor, Value, lowering
 from barellm.cpu.kernels.loops import flat, new_accumulators, tree_reduce, vectors
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.optim.exponent_stats import BINS, NOT_FINITE, SUMS
@@ -17,11 +17,11 @@ TABLES, WIDTH = 8, BINS + 64  # WIDTH: of a table, with the bin of lanes that ho
 UNROLL = 2
 
 
-def elements_per_chunk(k: KernelBuilder, n: Value) -> Value:
+def elements_per_chunk(k, n) -> Value:
     return k.max(k.ceil_div(n, CHUNKS), CHUNK)
 
 
-def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
+def exponent_stats(k, counts, sums, x, *, dims, width) -> None:
     """For each chunk of x, one row of counts (chunks, 256) and of sums (chunks, 4), from the thread's TABLES tables of counters."""
     n = k.num_elements(dims) * width
     chunk_elements = elements_per_chunk(k, n)
@@ -62,7 +62,7 @@ def exponent_stats(k: KernelBuilder, counts, sums, x, *, dims, width) -> None:
         sums.put(k.maximum(tree_reduce(largest, k.max)), chunk * len(SUMS) + SUMS.index("max_abs"))
 
 
-def combine_exponent_stats(k: KernelBuilder, counts, sums, partial_counts, partial_sums, *, dims, width) -> None:
+def combine_exponent_stats(k, counts, sums, partial_counts, partial_sums, *, dims, width) -> None:
     """counts (256) and sums (4) = the sums of the chunks' rows (the maximum of their maxima), in the chunks' order, in double."""
     n = k.num_elements(dims) * width
     with k.parallel_for(1):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Value, lowering
+from barellm.cpu.kernel import Lowering, Op, Value, lowering
 from barellm.cpu.kernels import loops, numbers, storage
 from barellm.cpu.kernels.gemm.gemm import gemm, gemm_scratch_bytes
 from barellm.cpu.kernels.optim.optimizer import GRAIN as UPDATE_GRAIN
@@ -28,7 +28,7 @@ def each_matrix(op: Op, **operands: Any) -> Iterator[dict[str, Any]]:
         yield {name: t if t is None else share(t, i, op.matrices) for name, t in operands.items()}
 
 
-def muon_momentum(k: KernelBuilder, m, u, partials, grad, clip, n, *, nesterov) -> None:
+def muon_momentum(k, m, u, partials, grad, clip, n, *, nesterov) -> None:
     """m = momentum m + (1 - momentum) g, g being the clipped gradient; u = the new m, or with `nesterov` momentum m + (1 -
     momentum) g once more; partials (chunks) = sums of squares of u, one for each CHUNK of elements, which is a work item. If the
     norm is not finite, m stays and u is 0."""
@@ -55,7 +55,7 @@ def lower_momentum(op: Op, c: Lowering) -> None:
         c.call(muon_momentum, operands, {"nesterov": bool(op.nesterov)}, writes="m u partials")
 
 
-def muon_normalize(k: KernelBuilder, x, u, partials, n, count, *, margin, eps) -> None:
+def muon_normalize(k, x, u, partials, n, count, *, margin, eps) -> None:
     """x (n) = u / (margin |u| + eps), the start of the Newton-Schulz steps; |u|^2 is the sum of partials (count), which each thread
     computes for itself, in order: they are few. `margin` > 1 keeps the spectral norm below 1 in spite of rounding."""
     total = k.var(k.const(0.0, "double"))
@@ -74,7 +74,7 @@ def lower_normalize(op: Op, c: Lowering) -> None:
         c.call(muon_normalize, {**matrix, **sizes}, {"margin": float(op.margin), "eps": float(op.eps)}, writes="x")
 
 
-def gram_apply(k: KernelBuilder, y, a, b, x, scale, *, rows, cols, depth, config) -> None:
+def gram_apply(k, y, a, b, x, scale, *, rows, cols, depth, config) -> None:
     """y (rows, cols) = scale x + a (rows, depth) @ b (depth, cols): the last GEMM of a Newton-Schulz step; one of a and b is x.
     `scale` is a run-time argument, because it differs between steps."""
     factor = k.splat(numbers.number(k, scale))
@@ -97,7 +97,7 @@ def lower_apply(op: Op, c: Lowering) -> None:
 # --- NorMuon ---
 
 
-def row_means(k: KernelBuilder, means, x, rows, *, C) -> None:
+def row_means(k, means, x, rows, *, C) -> None:
     """means (rows) = the mean of the squares of each row of x (rows, C), a range of rows for each work item."""
     with k.parallel_range(rows, max(1, loops.GRAIN // C)) as (begin, end), k.loop(begin, end) as row:
         sums, src = loops.new_accumulators(k, CHAINS), x.at(row * C)
@@ -107,7 +107,7 @@ def row_means(k: KernelBuilder, means, x, rows, *, C) -> None:
         means.put(k.sum(loops.tree_reduce(sums, add)) / float(C), row)
 
 
-def column_means(k: KernelBuilder, means, x, rows, *, C) -> None:
+def column_means(k, means, x, rows, *, C) -> None:
     """means (C) = the mean of the squares of each column of x (rows, C). A work item is CHAINS vectors of columns."""
     with k.parallel_range(C, CHAINS * k.lanes) as (begin, end):
         for c, mask, _ in loops.vectors(k, begin, end, unroll=1):
@@ -118,7 +118,7 @@ def column_means(k: KernelBuilder, means, x, rows, *, C) -> None:
             means.store(total.value / k.to(rows, "float"), c, mask)
 
 
-def scales_of_means(k: KernelBuilder, second, scales, means, clip, n, *, beta2, each) -> None:
+def scales_of_means(k, second, scales, means, clip, n, *, beta2, each) -> None:
     """NorMuon's factors of the rows (or columns): second (n) = beta2 second + (1 - beta2) means; scales (n) = ratio / sqrt(second),
     where the ratio is such that the scaled x has the norm of x. `means` (n): the mean squares of `each` elements. There are few, so
     one thread does all, in double. If the gradient's norm is not finite, `second` stays."""
@@ -156,9 +156,8 @@ def lower_scales(op: Op, c: Lowering) -> None:
 
 
 def muon_update(
-    k: KernelBuilder, param, param_lo, x, clip, scales, rows, *, C, by_column, rate, lr_scale, scale, weight_decay, squared,
-    cautious
-) -> None:  # fmt: skip
+    k, param, param_lo, x, clip, scales, rows, *, C, by_column, rate, lr_scale, scale, weight_decay, squared, cautious
+) -> None:
     """param = (1 - lr weight_decay) param - lr scale x in one pass, lr = the run-time scalar named `rate` times `lr_scale`.
     `scales`: NorMuon's factor for each row of x, or each column if `by_column`; None: 1. `squared`: the decay is lr^2 scale
     weight_decay instead. `cautious`: an element decays only where its update has the weight's sign (both shrink it)."""

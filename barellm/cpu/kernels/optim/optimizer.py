@@ -4,7 +4,7 @@ elements; clip (2) = [gradient norm, factor that clips it], whose factor is NaN 
 from collections.abc import Iterator
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, lowering
+from barellm.cpu.kernel import Lowering, Op, lowering
 from barellm.cpu.kernels.storage import Moment, Weight, moment_operand, weight_operands
 from barellm.cpu.lang import Value, random
 from barellm.program.dtypes import PLANES
@@ -12,7 +12,7 @@ from barellm.program.dtypes import PLANES
 GRAIN = 65536  # elements of a work item: 2 MB of memory, some 40 us
 
 
-def power(k: KernelBuilder, base: float, exponent: Value) -> Value:
+def power(k, base: float, exponent) -> Value:
     """base^exponent in double, by squaring; exponent (i64) >= 0."""
     result, square, left = k.var(k.const(1.0, "double")), k.var(k.const(base, "double")), k.var(exponent)
     with k.while_(lambda: left.value > 0):
@@ -24,9 +24,8 @@ def power(k: KernelBuilder, base: float, exponent: Value) -> Value:
 
 
 def adamw(
-    k: KernelBuilder, param, param_lo, m, v, grad, clip, n, stream, first, *,
-    beta1, beta2, eps, weight_decay, lr_scale, cautious, bf16,
-) -> None:  # fmt: skip
+    k, param, param_lo, m, v, grad, clip, n, stream, first, *, beta1, beta2, eps, weight_decay, lr_scale, cautious, bf16
+) -> None:
     """AdamW of `n` elements: param = p (1 - lr wd) - lr m^ / (sqrt(v^) + eps), lr = the run-time scalar times `lr_scale`; the
     step's factors are computed in double. `cautious` (modded-nanogpt): u = lr m^ / (sqrt(v) + eps) with the second bias correction
     in lr, then p - u - (lr^2 wd p where u makes p smaller). With a `stream` 16-bit moments are rounded stochastically, by its
@@ -72,7 +71,7 @@ def adamw(
 Pairs = Iterator[tuple[Value, Value | None, list[Any]]]
 
 
-def pairs(k: KernelBuilder, begin: Value, end: Value) -> Pairs:
+def pairs(k, begin, end) -> Pairs:
     """The vectors of elements [begin, end) two by two, without random bits: a loop as those of loops.py."""
     full_end = begin + ((end - begin) & -2 * k.lanes)
     with k.loop(begin, full_end, 2 * k.lanes) as i:
@@ -81,7 +80,7 @@ def pairs(k: KernelBuilder, begin: Value, end: Value) -> Pairs:
         yield i, k.mask_first(end - i), [None]
 
 
-def dithered_pairs(k: KernelBuilder, begin: Value, end: Value, key: tuple[Value, Value], origin: Value) -> Pairs:
+def dithered_pairs(k, begin, end, key, origin) -> Pairs:
     """As `pairs`, with random words (i32 lanes): [word, word] for a pair of vectors, [word] for one. A call of the generator serves
     a block of SHARED_WIDTH elements; `begin` starts a block, and so does `origin`, the element of the whole tensor that these begin
     with (a rank's shard). The next block's words, a chain of 80 operations, are computed between the vectors of this one (software

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering, part
+from barellm.cpu.kernel import Lowering, Op, Value, lowering, part
 from barellm.cpu.kernels.loops import GRAIN, columns, groups, new_accumulators, tree_reduce, vectors
 from barellm.cpu.kernels.reductions import CHUNK_ROWS, CHUNKS, add_chunks, chunks_of_rows, rows_per_chunk
 from barellm.program.integers import round_up
@@ -18,7 +18,7 @@ LEAST = 1e-37  # of the largest number of a column: the inverse of a smaller one
 ACROSS, DOWN = {16: (2, 4), 32: (4, 6)}, {16: (4, 2), 32: (4, 6)}
 
 
-def tiles(k: KernelBuilder, begin: Value, end: Value, rank: int, tile: tuple[int, int]) -> Iterator[tuple[Value, int, Any, int]]:
+def tiles(k, begin, end, rank: int, tile: tuple[int, int]) -> Iterator[tuple[Value, int, Any, int]]:
     """(row, number of rows, column, number of columns) of each tile of rows [begin, end) x the `rank` columns of a factor, as the
     loops of `loops`. `tile`: (rows, columns) of a full tile."""
     height, width = tile
@@ -31,7 +31,7 @@ def tiles(k: KernelBuilder, begin: Value, end: Value, rank: int, tile: tuple[int
             yield i, count, full_columns, rank - full_columns
 
 
-def factor_across(k: KernelBuilder, y, grad, error, f, *, rows, cols, rank) -> None:
+def factor_across(k, y, grad, error, f, *, rows, cols, rank) -> None:
     """y (rank, rows) = (M f^T)^T, f (rank, cols): dot products along the rows of M = grad + error (rows, cols). In a tile M is read
     once for all its rows of f."""
     tile = ACROSS[k.isa.registers]
@@ -49,7 +49,7 @@ def factor_across(k: KernelBuilder, y, grad, error, f, *, rows, cols, rank) -> N
                     y.put(k.sum(total.value), (j + b) * rows + i + a)
 
 
-def factor_down(k: KernelBuilder, partials, grad, error, f, *, rows, cols, rank) -> None:
+def factor_down(k, partials, grad, error, f, *, rows, cols, rank) -> None:
     """partials (chunks, rank, cols) = f M over the rows of each chunk, M = grad + error (rows, cols), f (rank, rows)."""
     with chunks_of_rows(k, partials, k.int(rows), cols, rank) as (dst, begin, end):
         assert dst is not None
@@ -65,7 +65,7 @@ def factor_down(k: KernelBuilder, partials, grad, error, f, *, rows, cols, rank)
                     dst.store(total, (j + b) * cols + c, mask)
 
 
-def add_factors(k: KernelBuilder, y, partials, *, rows, size) -> None:
+def add_factors(k, y, partials, *, rows, size) -> None:
     """y (size) = the sum of the chunks' partials, in order."""
     chunks = k.ceil_div(k.int(rows), rows_per_chunk(k, k.int(rows)))
     add_chunks(k, y, partials, chunks, size, size, "store")
@@ -90,7 +90,7 @@ def lower_factor(op: Op, c: Lowering) -> None:
 # --- the orthonormal basis ---
 
 
-def dot(k: KernelBuilder, a: Pointer, b: Pointer, first: Any, n: Any) -> Value:
+def dot(k, a, b, first, n) -> Value:
     """The dot product of elements [first, n) of a and b."""
     sums = new_accumulators(k, CHAINS)
     for i, mask, j in vectors(k, first, n, unroll=CHAINS):
@@ -98,14 +98,14 @@ def dot(k: KernelBuilder, a: Pointer, b: Pointer, first: Any, n: Any) -> Value:
     return k.sum(tree_reduce(sums, add))
 
 
-def reflect(k: KernelBuilder, x: Pointer, v: Pointer, tau: Value, n: int) -> None:
+def reflect(k, x, v, tau, n: int) -> None:
     """A Householder reflection: x (n) -= tau (v . x) v."""
     size = k.splat(tau * dot(k, v, x, 0, n))
     for i, mask, _ in vectors(k, 0, n):
         x.store(x.load(i, mask) - size * v.load(i, mask), i, mask)
 
 
-def householder(k: KernelBuilder, y, x, work, taus, *, n, rank) -> None:
+def householder(k, y, x, work, taus, *, n, rank) -> None:
     """y (rank, n) = an orthonormal basis of the columns of x (rank, n): the Q of Householder QR (as LAPACK's geqrf and orgqr), on
     one thread; other threads take other matrices. `work` (rank, n) gets the columns of x, scaled so that squares neither vanish nor
     overflow, and then the reflection vectors v; `taus` (rank) their factors."""
@@ -161,7 +161,7 @@ TOGETHER = 2  # vectors of a row in a tile
 TALL = {16: 2, 32: 4}  # rows of a tile, for which a vector of the right factors is loaded once, by register count
 
 
-def feedback(k: KernelBuilder, grad, error, left_own, left_total, right_own, right_total, clip, *, rows, cols, rank) -> None:
+def feedback(k, grad, error, left_own, left_total, right_own, right_total, clip, *, rows, cols, rank) -> None:
     """error = grad + error - left_own^T right_own, what this rank's factors leave out (error feedback); grad = left_total^T
     right_total, the gradient that all ranks' factors give. Left factors (rank, rows), right ones (rank, cols). Nothing changes if
     the norm is not finite."""
@@ -201,7 +201,7 @@ def feedback(k: KernelBuilder, grad, error, left_own, left_total, right_own, rig
             update_strip(begin, end, [(full_columns + c, mask)])
 
 
-def keep_factor(k: KernelBuilder, q, total, clip, n) -> None:
+def keep_factor(k, q, total, clip, n) -> None:
     """q (n) = total, the factor that the next step starts from (warm start), unless the norm is not finite."""
     ok = clip.get(1)
     with k.parallel_range(k.select(ok.equals(ok), n, 0), GRAIN) as (begin, end):

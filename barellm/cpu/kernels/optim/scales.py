@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from barellm.cpu.kernel import KernelBuilder, Value, kernel
+from barellm.cpu.kernel import Value, kernel
 from barellm.cpu.kernels.loops import elementwise, flat
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.optim.exponent_stats import SUMS
@@ -12,7 +12,7 @@ from barellm.program.ops.optim.scales import ABOVE, DEVIATIONS, EXPONENTS, FARTH
 DROPPED = 23 - FRACTION  # bits of an fp32 fraction
 
 
-def per_target_of(k: KernelBuilder, value: Value, per_target: bool) -> Value:
+def per_target_of(k, value, per_target: bool) -> Value:
     """A statistic, with `per_target` (of gradients) divided by inv_targets, so that it does not depend on the batch size."""
     return value / k.to(k.scalar("inv_targets"), "float") if per_target else value
 
@@ -20,7 +20,7 @@ def per_target_of(k: KernelBuilder, value: Value, per_target: bool) -> Value:
 @kernel("delayed_scale", floats="fp32", constants=lambda op: {
     "entries": op.history.size, "per_number": float(np.float32(MARGIN / op.largest)), "first": float(op.first),
 })  # fmt: skip
-def delayed_scale(k: KernelBuilder, scale, history, *, entries, per_number, first) -> None:
+def delayed_scale(k, scale, history, *, entries, per_number, first) -> None:
     """scale (1) = per_number * the history's maximum, per_number = margin / the format's largest number; `first` while that is
     0."""
     with k.parallel_for(1):
@@ -31,7 +31,7 @@ def delayed_scale(k: KernelBuilder, scale, history, *, entries, per_number, firs
 
 
 @kernel("remember", floats="fp32", constants=lambda op: {"entries": op.history.size, "per_target": op.per_target})
-def remember(k: KernelBuilder, history, sums, *, entries, per_target) -> None:
+def remember(k, history, sums, *, entries, per_target) -> None:
     """history = [the newest max |x|, the history without its oldest entry]."""
     with k.parallel_for(1):
         for i in reversed(range(1, entries)):
@@ -42,7 +42,7 @@ def remember(k: KernelBuilder, history, sums, *, entries, per_target) -> None:
 @kernel("float_bias", floats="fp32", also={"x": f"bf16 fp16 {PLANES}"}, constants=lambda op: {
     "deviations": op.deviations, "per_target": op.per_target, **flat(op.x),
 })  # fmt: skip
-def float_bias(k: KernelBuilder, bias, sums, *, deviations, per_target, dims, width) -> None:
+def float_bias(k, bias, sums, *, deviations, per_target, dims, width) -> None:
     """bias (2) = [the exponent of the format's largest numbers, the number of calls so far]. The exponent is updated at calls
     FIRST, 2 FIRST, 4 FIRST ... LAST, and then every LAST calls, from `sums` of x: the exponent of max |x| plus ABOVE, or with
     `deviations` of mean |x| plus DEVIATIONS standard deviations."""
@@ -62,7 +62,7 @@ def float_bias(k: KernelBuilder, bias, sums, *, deviations, per_target, dims, wi
         bias.put(bias.get(1) + 1.0, 1)
 
 
-def power(k: KernelBuilder, exponent: Value) -> Value:
+def power(k, exponent) -> Value:
     """2^exponent (i32, of a normal number) as a float."""
     return k.bitcast((exponent + 127) << 23, "float")
 
@@ -70,7 +70,7 @@ def power(k: KernelBuilder, exponent: Value) -> Value:
 @kernel("round_floating", also={"x": PLANES}, constants=lambda op: {
     "denormals": op.denormals, "per_target": op.per_target, **flat(op.y),
 })  # fmt: skip
-def round_floating(k: KernelBuilder, y, x, bias, *, denormals, per_target, dims, width) -> None:
+def round_floating(k, y, x, bias, *, denormals, per_target, dims, width) -> None:
     """y = x (`per_target`: x / inv_targets) rounded to a float of FRACTION bits and EXPONENTS exponents up to bias[0], half away
     from zero, saturating at the largest number; smaller numbers are denormals, or 0 without `denormals`. Normal numbers are rounded
     in their bits: half a unit is added, and the rest cut off. For a denormal the fraction of its (small) multiple of the unit is

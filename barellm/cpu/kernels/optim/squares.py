@@ -5,7 +5,7 @@ Each column of a block is one accumulation chain over its rows in both, so both 
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering
+from barellm.cpu.kernel import Lowering, Op, Pointer, Value, lowering
 from barellm.cpu.kernels.loops import new_accumulators, tree_reduce
 from barellm.program.ops.gemm.block_squares import BLOCK
 
@@ -13,7 +13,7 @@ from barellm.program.ops.gemm.block_squares import BLOCK
 class BlockSum:
     """The sum of squares of one block of a matrix, whose rows are added one after the other."""
 
-    def __init__(self, k: KernelBuilder) -> None:
+    def __init__(self, k) -> None:
         self.k, self.chains = k, new_accumulators(k, BLOCK // k.lanes)
 
     def add_row(self, values: list[Value]) -> None:
@@ -30,7 +30,7 @@ def block_number(row: Value, col: Value, columns: Any) -> Value:
     return row // BLOCK * ((columns + (BLOCK - 1)) // BLOCK) + col // BLOCK
 
 
-def block_squares(k: KernelBuilder, partials, x, rows, columns) -> None:
+def block_squares(k, partials, x, rows, columns) -> None:
     """partials (ceil(rows / BLOCK), ceil(columns / BLOCK)) = sums of squares of the blocks of x (rows, columns). A work item is a
     row of blocks."""
     with k.parallel_for((rows + (BLOCK - 1)) // BLOCK) as band, k.loop(0, columns, BLOCK) as col:

@@ -19,7 +19,7 @@ from math import lcm
 from typing import Any
 
 from barellm.cpu.gemm_config import MC, Tile, default_kc, default_tile
-from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Value, lowering
+from barellm.cpu.kernel import ISA, Lowering, Op, Pointer, Value, lowering
 from barellm.cpu.kernels.gemm import packing
 from barellm.cpu.kernels.gemm.microkernel import broadcast_a, microkernel
 from barellm.cpu.kernels.numbers import bits, number
@@ -27,9 +27,7 @@ from barellm.cpu.kernels.optim.muon import each_matrix
 from barellm.cpu.lang.vector import transpose
 
 
-def symmetric_gemm(
-    k: KernelBuilder, out, x, linear, square, *, n: int, depth: int, columns: bool, tile: Tile
-) -> None:  # fmt: skip
+def symmetric_gemm(k, out, x, linear, square, *, n: int, depth: int, columns: bool, tile: Tile) -> None:
     """out (n, n) = x x^T of x (n, depth); with `columns`, x^T x of x (depth, n); with `linear` and `square`, the polynomial linear
     x + square x x of a symmetric x (n, n), depth = n. The two factors are the bits of fp64 numbers, given at run time, so that all
     Newton-Schulz steps share the code. `tile`: the micro-tile MR x NR."""
@@ -127,7 +125,7 @@ def symmetric_gemm(
             _store(k, out, x, accumulators, n, first, last, col, nr, factors)
 
 
-def _store(k: KernelBuilder, out, x, accumulators, n: int, first, last, col, nr: int, factors: tuple[Value, Value] | None) -> None:
+def _store(k, out, x, accumulators, n: int, first, last, col, nr: int, factors: tuple[Value, Value] | None) -> None:
     """Epilogue of a work item: store rows [first, last) of the `nr` columns from `col` on, and their transposes, in squares of
     `lanes` x `lanes`. `factors`: vectors (linear, square) of the polynomial; None: the sums are the result."""
     lanes = k.lanes

@@ -1,16 +1,14 @@
 """Binarization (BNN): signs packed into 32-bit words, unpacked, and the straight-through estimator. Shapes: x, signs (rows, K),
 words (rows, W), with W = ceil(K / 32). (dims, inner): sizes whose product is the number of rows."""
 
-from typing import Any
-
-from barellm.cpu.kernel import KernelBuilder, Pointer, Value, kernel
+from barellm.cpu.kernel import Value, kernel
 from barellm.cpu.kernels.loops import accumulate, blocks, elementwise, flat, row_grain, shape_of
 from barellm.cpu.lang.random import signed
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.pointwise.binary import BITS, words_of
 
 
-def word_of(k: KernelBuilder, x: Pointer, column: Any, count: int) -> Value:
+def word_of(k, x, column, count: int) -> Value:
     """The i32 word of `count` signs from x[column] on: bit i is set where element i >= 0. A vector's comparison gives `lanes` bits,
     by one instruction."""
     word = k.const(0, "i32")
@@ -23,7 +21,7 @@ def word_of(k: KernelBuilder, x: Pointer, column: Any, count: int) -> Value:
 
 
 @kernel("pack_signs", also={"x": PLANES, "words": "i32"}, constants=lambda op: {"K": int(op.x.shape[-1]), **shape_of(op.x)})
-def pack_signs(k: KernelBuilder, words, x, *, K, dims, inner) -> None:
+def pack_signs(k, words, x, *, K, dims, inner) -> None:
     """words (rows, W) = the signs of x (rows, K), 32 a word; the last word's other bits are zero."""
     W = words_of(K)
     with k.parallel_range(k.num_elements(dims) * inner, row_grain(K)) as (begin, end), k.loop(begin, end) as row:
@@ -33,7 +31,7 @@ def pack_signs(k: KernelBuilder, words, x, *, K, dims, inner) -> None:
 
 
 @kernel("unpack_signs", constants=lambda op: {"K": op.columns, **shape_of(op.signs)}, also={"words": "i32"})
-def unpack_signs(k: KernelBuilder, signs, words, *, K, dims, inner, mode_signs) -> None:
+def unpack_signs(k, signs, words, *, K, dims, inner, mode_signs) -> None:
     """signs (rows, K) = 1 where the bit of words (rows, W) is set, else -1; stored or added (mode_signs)."""
     W = words_of(K)
     with k.parallel_range(k.num_elements(dims) * inner, row_grain(K)) as (begin, end), k.loop(begin, end) as row:
@@ -51,7 +49,7 @@ def unpack_signs(k: KernelBuilder, signs, words, *, K, dims, inner, mode_signs) 
 
 
 @kernel("straight_through", also={"x": PLANES}, constants=lambda op: flat(op.dx))
-def straight_through(k: KernelBuilder, dx, dy, x, *, dims, width, mode_dx) -> None:
+def straight_through(k, dx, dy, x, *, dims, width, mode_dx) -> None:
     """dx = dy where |x| <= 1, else 0."""
 
     for i, mask, put in elementwise(k, k.num_elements(dims) * width, dx, mode=mode_dx):

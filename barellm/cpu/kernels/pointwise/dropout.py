@@ -1,7 +1,7 @@
 """Dropout and its gradient. Shapes: x, y, dx, dy (batch, seq, C). The bits are those of
 `program/ops/pointwise/random.py`, or the draws of `program/ops/pointwise/tausworthe.py`."""
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, lowering
+from barellm.cpu.kernel import Lowering, Op, lowering
 from barellm.cpu.kernels.loops import accumulate, blocks, row_grain
 from barellm.cpu.lang import random
 from barellm.cpu.lang.tausworthe import Streams
@@ -9,7 +9,7 @@ from barellm.program.ops.pointwise.random import HALF
 from barellm.program.ops.pointwise.tausworthe import BLOCK
 
 
-def dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, mode: str) -> None:
+def dropout(k, out, x, stream, *, C: int, rate: float, mode: str) -> None:
     """out = x * keep / (1 - rate), stored or added (`mode`). The bits come from (seed, step, sample, stream, position, column), so
     that they don't depend on threads or batch size."""
     seq, seed, step, sample = (k.scalar(name) for name in ("seq", "seed", "step", "sample"))
@@ -33,7 +33,7 @@ def dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, mode: str)
                     dst.store(accumulate(k, dst, c, mask, y, mode), c, mask)
 
 
-def tausworthe_dropout(k: KernelBuilder, out, x, stream, *, C: int, rate: float, bits: str, mode: str) -> None:
+def tausworthe_dropout(k, out, x, stream, *, C: int, rate: float, bits: str, mode: str) -> None:
     """`dropout` with the draws of a Tausworthe generator, whose streams begin at each block of columns of a row; `bits`: the
     generator's kind."""
     seq, seed, step, sample = (k.scalar(name) for name in ("seq", "seed", "step", "sample"))

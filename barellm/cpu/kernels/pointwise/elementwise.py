@@ -4,7 +4,7 @@ Flat kernels see elements, the others rows. A result that leaves the caches is w
 
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, kernel, lowering
+from barellm.cpu.kernel import Lowering, Op, kernel, lowering
 from barellm.cpu.kernels import loops
 from barellm.cpu.kernels.numbers import bits, number
 from barellm.cpu.kernels.pointwise.activations import EMITTERS
@@ -13,12 +13,12 @@ from barellm.program.tensor import Span
 
 
 @kernel("add", constants=lambda op: loops.flat(op.y))
-def add(k: KernelBuilder, y, a, b, *, dims, width, mode_y) -> None:
+def add(k, y, a, b, *, dims, width, mode_y) -> None:
     for i, mask, put in loops.elementwise(k, k.num_elements(dims) * width, y, unroll=4, mode=mode_y):
         put(a.load(i, mask) + b.load(i, mask))
 
 
-def rescale(k: KernelBuilder, y, x, factor, *, dims, width, mode) -> None:
+def rescale(k, y, x, factor, *, dims, width, mode) -> None:
     multiplier = k.to(number(k, factor), "float")
     for i, mask, put in loops.elementwise(k, k.num_elements(dims) * width, y, unroll=4, mode=mode):
         put(x.load(i, mask) * multiplier)
@@ -39,7 +39,7 @@ def columns_or_flat(op: Op) -> dict[str, Any]:
 
 
 @kernel("cast", constants=columns_or_flat, views="y", spans="x y")
-def cast(k: KernelBuilder, y, x, *, columns, inner, dims, width, mode_y) -> None:
+def cast(k, y, x, *, columns, inner, dims, width, mode_y) -> None:
     """y = x, converted to the dtype of y, which may be a view (`columns_or_flat`); stored or added (mode_y)."""
     if columns is None:
         for i, mask, put in loops.elementwise(k, k.num_elements(dims) * width, y, unroll=4, mode=mode_y):
@@ -53,7 +53,7 @@ def cast(k: KernelBuilder, y, x, *, columns, inner, dims, width, mode_y) -> None
 
 
 @kernel("zeros", constants=columns_or_flat, views="y")
-def zeros(k: KernelBuilder, y, *, columns, inner, dims, width, mode_y) -> None:
+def zeros(k, y, *, columns, inner, dims, width, mode_y) -> None:
     zero = k.to(0.0, k.vec)
     if columns is None:
         for _, _, put in loops.elementwise(k, k.num_elements(dims) * width, y, mode=mode_y):
@@ -65,12 +65,12 @@ def zeros(k: KernelBuilder, y, *, columns, inner, dims, width, mode_y) -> None:
             put(zero)
 
 
-def activation(k: KernelBuilder, y, x, *, name, dims, width, mode_y) -> None:
+def activation(k, y, x, *, name, dims, width, mode_y) -> None:
     for i, mask, put in loops.elementwise(k, k.num_elements(dims) * width, y, mode=mode_y):
         put(EMITTERS[name].value(k, x.load(i, mask), "fp32"))
 
 
-def activation_backward(k: KernelBuilder, dx, dy, x, *, name, dims, width, mode_dx) -> None:
+def activation_backward(k, dx, dy, x, *, name, dims, width, mode_dx) -> None:
     for i, mask, put in loops.elementwise(k, k.num_elements(dims) * width, dx, mode=mode_dx):
         put(dy.load(i, mask) * EMITTERS[name].slope(k, x.load(i, mask), "fp32"))
 
@@ -87,7 +87,7 @@ for _name in EMITTERS:
 
 
 @kernel("bias", constants=lambda op: {"C": int(op.bias.shape[0]), **loops.shape_of(op.y)})
-def bias(k: KernelBuilder, y, x, bias, *, C, dims, inner, mode_y) -> None:
+def bias(k, y, x, bias, *, C, dims, inner, mode_y) -> None:
     with k.parallel_range(k.num_elements(dims) * inner, loops.row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         dst, src = y.at(row * C), x.at(row * C)
         for c, mask, _ in loops.columns(k, C):
@@ -95,7 +95,7 @@ def bias(k: KernelBuilder, y, x, bias, *, C, dims, inner, mode_y) -> None:
 
 
 @kernel("last_row", constants=lambda op: {"C": int(op.x.shape[-1])})
-def last_row(k: KernelBuilder, y, x, *, C, mode_y) -> None:
+def last_row(k, y, x, *, C, mode_y) -> None:
     """y (batch, 1, C) = x (batch, seq, C) at the last position."""
     seq = k.scalar("seq")
     with k.parallel_for(k.scalar("batch")) as b:

@@ -6,7 +6,7 @@ from itertools import cycle
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering
+from barellm.cpu.kernel import Lowering, Op, Value, lowering
 from barellm.cpu.kernels import loops
 from barellm.cpu.kernels.attention.attention_microkernels import runtime_size, size_constant
 from barellm.cpu.kernels.reductions import chunks_of_rows, combine_sums, lower_partials, lower_scalars
@@ -23,7 +23,7 @@ def logits_constants(op: Op) -> dict[str, Any]:
     return {"N": int(op.weight.shape[0]), "widths": widths, "strides": strides, **loops.shape_of(op.x)}
 
 
-def gate_logits(k: KernelBuilder, z, x, extra, weight, *, N, widths, strides, dims, inner) -> None:
+def gate_logits(k, z, x, extra, weight, *, N, widths, strides, dims, inner) -> None:
     """z (rows, N) = [x, extra] @ weight^T: a dot product of K columns for each of N gates; `widths`: columns of x and of extra.
     From the second gate on the columns of a row are in L1."""
     K = sum(widths)
@@ -45,7 +45,7 @@ def lower_gate_logits(op: Op, c: Lowering) -> None:
 
 
 def gate_logits_backward(
-    k: KernelBuilder, partials, dx, dextra, dz, x, extra, weight, *, N, widths, strides, dstrides, modes, dims, inner
+    k, partials, dx, dextra, dz, x, extra, weight, *, N, widths, strides, dstrides, modes, dims, inner
 ) -> None:
     """[dx, dextra] = dz @ weight, and partials (chunks, N, K) = dz^T @ [x, extra] of each chunk of rows, in one pass. The sums of
     few gates stay in registers, those of many in L1. `strides`: of the rows of x, extra; `dstrides`, `modes`: of dx, dextra."""
@@ -113,11 +113,11 @@ def gated_constants(op: Op) -> dict[str, Any]:
     return {**sizes, "strides": strides, "scale": op.scale, "squash": op.squash, "shift": op.shift}
 
 
-def sigmoid(k: KernelBuilder, x: Value) -> Value:
+def sigmoid(k, x) -> Value:
     return 1.0 / (1.0 + exp(k, -x))
 
 
-def gate_scale(k: KernelBuilder, factor: Pointer | None, scale: float, *, squash: bool) -> tuple[Value, Value | None]:
+def gate_scale(k, factor, scale: float, *, squash: bool) -> tuple[Value, Value | None]:
     """(what a gate is multiplied by, its derivative by `factor`), in all lanes: `scale` times the factor, or with `squash` times
     its sigmoid. Without a factor: (scale, None)."""
     if factor is None:
@@ -129,7 +129,7 @@ def gate_scale(k: KernelBuilder, factor: Pointer | None, scale: float, *, squash
     return s * scale, s * (1.0 - s) * scale
 
 
-def gated(k: KernelBuilder, y, base, x, z, factor, *, batch, seq, C, N, strides, scale, squash, shift, mode_y) -> None:
+def gated(k, y, base, x, z, factor, *, batch, seq, C, N, strides, scale, squash, shift, mode_y) -> None:
     """y = base + gate * x[t - shift] (x before the sequence's begin: 0), gate = gate_scale * sigmoid(z), one for each group of
     columns; `base` None: 0. A row's gates are computed first, into this thread's scratch."""
     T, D, stride = runtime_size(k, seq), C // N, dict(strides)
@@ -180,9 +180,7 @@ def gates_of(op: Op, c: Lowering) -> int:
     return -(-int(op.z.shape[2]) // c.isa.lanes) * c.isa.lanes
 
 
-def gated_backward(
-    k: KernelBuilder, partials, dx, dz, dy, x, z, factor, *, batch, seq, C, N, strides, scale, squash, shift, modes
-) -> None:
+def gated_backward(k, partials, dx, dz, dy, x, z, factor, *, batch, seq, C, N, strides, scale, squash, shift, modes) -> None:
     """dx[t - shift] = gate dy[t]; dz = gate_scale s (1 - s) dot, s = sigmoid(z) and dot = sum(dy x) over a group's columns;
     partials (chunks) = sums of s dot, for the factor's gradient. dy is read once: dx of a group of columns and its dot product in
     one pass. `modes`: of dx and dz."""

@@ -3,7 +3,7 @@
 import struct
 from math import prod
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, lowering
+from barellm.cpu.kernel import Lowering, Op, lowering
 from barellm.cpu.kernels import loops, storage
 from barellm.cpu.lang import Value, random
 from barellm.cpu.lang.vector import ln, sincos_turn
@@ -11,7 +11,7 @@ from barellm.program.dtypes import PLANES
 from barellm.program.ops.pointwise.random import HALF
 
 
-def normals(k: KernelBuilder, first: Value, second: Value) -> tuple[Value, Value]:
+def normals(k, first, second) -> tuple[Value, Value]:
     """Two standard normals from two words (Box-Muller on 24 bits of each)."""
     uniform = k.to((first >> 8) + 1, k.vec) * 2.0**-24
     radius = k.sqrt(ln(k, uniform) * -2.0)
@@ -19,12 +19,12 @@ def normals(k: KernelBuilder, first: Value, second: Value) -> tuple[Value, Value
     return radius * cosine, radius * sine
 
 
-def uniforms(k: KernelBuilder, first: Value, second: Value) -> tuple[Value, Value]:
+def uniforms(k, first, second) -> tuple[Value, Value]:
     """Two numbers between -1 and 1 from two words, uniform (24 bits of each)."""
     return tuple((k.to(word >> 8, k.vec) + 0.5) * 2.0**-23 - 1.0 for word in (first, second))  # pyright: ignore[reportReturnType]
 
 
-def random_init(k: KernelBuilder, param, param_lo, rows, columns, valid, stream, size_bits, *, normal: bool, bf16) -> None:
+def random_init(k, param, param_lo, rows, columns, valid, stream, size_bits, *, normal: bool, bf16) -> None:
     """param (rows, columns) = size * standard normals, or uniform numbers in (-1, 1); zero from element `valid` on. What differs
     between parameters is given at run time, `size` as its fp32 bits (`size_bits`), so that all share the code. `stream`: the random
     stream's number."""
@@ -54,7 +54,7 @@ def lower_random_init(op: Op, c: Lowering) -> None:
     c.call(random_init, operands, {"normal": normal, "bf16": bool(op.bf16)}, writes="param param_lo")
 
 
-def constant_init(k: KernelBuilder, param, param_lo, n, valid, *, value) -> None:
+def constant_init(k, param, param_lo, n, valid, *, value) -> None:
     weights = storage.Weight(k, param, param_lo)
     with k.parallel_range(n, loops.GRAIN) as (begin, end):
         for i, mask, _ in loops.vectors(k, begin, end):

@@ -5,7 +5,7 @@ or None where it is learned: then its tensor is read."""
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, kernel, lowering
+from barellm.cpu.kernel import Lowering, Op, Value, kernel, lowering
 from barellm.cpu.kernels import loops, reductions
 from barellm.program.ops.pointwise.mix import COEFFICIENTS, MOST, TERMS
 
@@ -15,21 +15,21 @@ CHAINS = loops.ROW_UNROLL  # so that rows of full groups of vectors are aligned
 DX, DK = (" ".join(f"d{name}" for name in names) for names in (TERMS, COEFFICIENTS))
 
 
-def coefficient(k: KernelBuilder, number: float | None, tensor: Pointer | None) -> Any:
+def coefficient(k, number: float | None, tensor) -> Any:
     """A coefficient as a constant, or its tensor's element in all lanes; None for 1."""
     if tensor is not None:
         return k.splat(tensor.get(0))
     return None if number == 1.0 else number
 
 
-def prefetch_streams(k: KernelBuilder, i: Any, streams: list[Pointer]) -> None:
+def prefetch_streams(k, i, streams) -> None:
     """Prefetch what is read PREFETCH_DISTANCE elements later."""
     for p in streams:
         k.prefetch(p.at(i + PREFETCH_DISTANCE), near=False)
 
 
 @kernel("mix", constants=lambda op: {"numbers": op.numbers, **loops.flat(op.y)}, views=" ".join(COEFFICIENTS))
-def mix(k: KernelBuilder, y, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, dims, width, mode_y) -> None:
+def mix(k, y, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, dims, width, mode_y) -> None:
     """y = the sum of k_i x_i over len(numbers) terms (1 to 4; further x_i and k_i are None), stored or added (mode_y)."""
     factors = [coefficient(k, number, p) for number, p in zip(numbers, (k0, k1, k2, k3), strict=False)]
     (first, first_factor), *others = zip((x0, x1, x2, x3), factors, strict=False)
@@ -43,9 +43,7 @@ def mix(k: KernelBuilder, y, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, dims, w
         put(total)
 
 
-def mix_backward(
-    k: KernelBuilder, partials, dx0, dx1, dx2, dx3, dy, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, modes, C, dims, inner,
-) -> None:  # fmt: skip
+def mix_backward(k, partials, dx0, dx1, dx2, dx3, dy, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, modes, C, dims, inner) -> None:
     """dx_i = k_i dy, and partials (chunks, learned coefficients) = sum(dy x_i) over the rows of each chunk, in one pass that reads
     dy once. `modes`: of dx0...; a dx that is not computed is None."""
     n = len(numbers)

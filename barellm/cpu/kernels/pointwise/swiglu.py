@@ -4,7 +4,7 @@ stride: gate and up are often the two halves of one fused GEMM, and their gradie
 
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Op, kernel
+from barellm.cpu.kernel import Op, kernel
 from barellm.cpu.kernels.loops import shape_of, whole_cache_lines, write_rows
 from barellm.cpu.kernels.pointwise.activations import EMITTERS
 from barellm.program.ops.pointwise.swiglu import GATED
@@ -18,7 +18,7 @@ def constants_of(op: Op) -> dict[str, Any]:
     return {"name": name, "F": int(op.gate.shape[-1]), "strides": strides, "lines": whole_cache_lines(op), **shape_of(op.gate)}
 
 
-def swiglu(k: KernelBuilder, y, gate, up, *, name, F, strides, lines, dims, inner, mode_y) -> None:
+def swiglu(k, y, gate, up, *, name, F, strides, lines, dims, inner, mode_y) -> None:
     """y = act(gate) up."""
     stride, value = dict(strides), EMITTERS[name].value
 
@@ -28,9 +28,7 @@ def swiglu(k: KernelBuilder, y, gate, up, *, name, F, strides, lines, dims, inne
             put(value(k, g.load(c, mask), y.dtype) * u.load(c, mask))
 
 
-def swiglu_backward(
-    k: KernelBuilder, dgate, dup, dy, gate, up, *, name, F, strides, lines, dims, inner, mode_dgate, mode_dup
-) -> None:
+def swiglu_backward(k, dgate, dup, dy, gate, up, *, name, F, strides, lines, dims, inner, mode_dgate, mode_dup) -> None:
     """dgate = dy up act'(gate) and dup = dy act(gate), each stored or added (mode_dgate, mode_dup)."""
     stride, both = dict(strides), EMITTERS[name].both
     outs = [(dgate, stride["dgate"], mode_dgate), (dup, stride["dup"], mode_dup)]

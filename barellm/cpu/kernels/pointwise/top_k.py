@@ -7,7 +7,7 @@ the values. A thread keeps the keys of its row in scratch."""
 
 from contextlib import nullcontext
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, Var, kernel, lowering
+from barellm.cpu.kernel import Lowering, Op, Value, Var, kernel, lowering
 from barellm.cpu.kernels import loops
 from barellm.cpu.kernels.loops import shape_of, tree_reduce
 
@@ -16,14 +16,14 @@ INFINITY = 0x7F800000
 LOWEST = -(1 << 31)  # below every key: of lanes that are no elements
 
 
-def key_of(k: KernelBuilder, x: Value) -> Value:
+def key_of(k, x) -> Value:
     """The key of each lane; both zeros have the same, and NaN has that of infinity."""
     bits = k.bitcast(x + 0.0, k.ivec)
     sign = k.op(k.ivec, f"ashr {bits.typed}, {k.const(31, k.ivec).ref}")
     return k.select(x.equals(x), bits ^ (sign & 0x7FFFFFFF), INFINITY)
 
 
-def count(k: KernelBuilder, keys: Pointer, C: int, least: Value) -> Value:
+def count(k, keys, C: int, least) -> Value:
     """How many of the C keys of a row are >= `least` (i64), counted lane by lane in CHAINS accumulators."""
     sums = [k.var(k.to(0, k.ivec)) for _ in range(CHAINS)]
     bound = k.splat(least)
@@ -33,7 +33,7 @@ def count(k: KernelBuilder, keys: Pointer, C: int, least: Value) -> Value:
     return k.to(k.sum(tree_reduce(sums, lambda a, b: a + b)), "i64")
 
 
-def threshold(k: KernelBuilder, keys: Pointer, C: int, K: int) -> Value:
+def threshold(k, keys, C: int, K: int) -> Value:
     """The K-th largest key (i64): the largest number that at least K keys reach, found from the highest bit to the lowest."""
     largest = k.var(k.int(LOWEST))
     with k.when(count(k, keys, C, k.int(0)) >= K):  # the sign bit first: K keys are not negative
@@ -45,7 +45,7 @@ def threshold(k: KernelBuilder, keys: Pointer, C: int, K: int) -> Value:
     return largest.value
 
 
-def collect(k: KernelBuilder, keys: Pointer, selected: Pointer, columns: Pointer, C: int, K: int, least: Value) -> None:
+def collect(k, keys, selected, columns, C: int, K: int, least) -> None:
     """selected (K) = the keys of a row above `least`, and as many equal to it as make K; columns (K) = their columns, ascending."""
     ties = k.var(K - count(k, keys, C, least + 1))  # how many equal ones there is room for
     size = k.var(k.int(0))
@@ -66,7 +66,7 @@ def collect(k: KernelBuilder, keys: Pointer, selected: Pointer, columns: Pointer
             append(k.int(c) + lane)
 
 
-def rank_of(k: KernelBuilder, selected: Pointer, K: int, i: Value) -> Value:
+def rank_of(k, selected, K: int, i) -> Value:
     """The rank (i64, 0 is the largest) of element i of the K selected keys: how many are larger, or equal with a lower column."""
     key, rank = selected.get(i), Var(k, k.to(0, k.ivec))
     key_lanes = k.splat(key)
@@ -79,7 +79,7 @@ def rank_of(k: KernelBuilder, selected: Pointer, K: int, i: Value) -> Value:
     return k.to(k.sum(rank.value), "i64")
 
 
-def top_k(k: KernelBuilder, values, indices, x, *, C, K, dims, inner) -> None:
+def top_k(k, values, indices, x, *, C, K, dims, inner) -> None:
     """values (rows, K) = the K largest elements of each row of x, descending; indices = their columns. Of equal elements the one
     with the lower column comes first."""
     keys = k.thread_scratch("i32")
@@ -112,7 +112,7 @@ def constants_of(op: Op) -> dict[str, int]:
 
 
 @kernel("top_k_dx", constants=constants_of, also={"indices": "i32"})
-def top_k_dx(k: KernelBuilder, dx, dvalues, indices, *, C, K, dims, inner, mode_dx) -> None:
+def top_k_dx(k, dx, dvalues, indices, *, C, K, dims, inner, mode_dx) -> None:
     """dx (rows, C) = dvalues (rows, K) at the columns `indices`, zero elsewhere; stored or added (mode_dx)."""
     adds = k.keep(mode_dx)
     with k.parallel_for(k.num_elements(dims) * inner) as row:

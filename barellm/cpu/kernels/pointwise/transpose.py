@@ -7,7 +7,7 @@ STRIPS strips below each other, which write adjacent parts of the rows of y."""
 from collections.abc import Callable
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Lowering, Op, Pointer, Value, lowering
+from barellm.cpu.kernel import Lowering, Op, Value, lowering
 from barellm.cpu.kernels import loops, storage
 from barellm.cpu.lang.vector import transpose
 from barellm.program.dtypes import FORMATS
@@ -27,7 +27,7 @@ Square = Callable[[Value, Value], None]
 class Squares:
     """Transposes the square of 32-bit lanes whose first element is x[r, c], by the functions `load` and `store`."""
 
-    def __init__(self, k: KernelBuilder, rows: int, columns: int, load: Load, store: Store) -> None:
+    def __init__(self, k, rows: int, columns: int, load: Load, store: Store) -> None:
         self.k, self.rows, self.columns, self.load, self.store = k, rows, columns, load, store
 
     def inner(self, r: Value, c: Value) -> None:
@@ -47,9 +47,7 @@ class Squares:
                 self.store(v, dst, i * self.rows, y_mask)
 
 
-def transpose_tiles(
-    k: KernelBuilder, y: Pointer, x: Pointer, rows: int, columns: int, *, side: int, inner: Square, edge: Square, adds: bool,
-) -> None:  # fmt: skip
+def transpose_tiles(k, y, x, rows: int, columns: int, *, side: int, inner: Square, edge: Square, adds: bool) -> None:
     """Transpose tiles of x in parallel, by squares of `side` elements: inner(r, c) for a full square at x[r, c], edge(r, c) for a
     partial one. Software prefetches, because no hardware prefetcher follows so many rows: for long rows what is to their right,
     else what the square below reads; with `adds` (y is read too) also what squares to the right will read of y. Long rows take two
@@ -75,7 +73,7 @@ def transpose_tiles(
                 edge(r, c)
 
 
-def transpose_plane(k: KernelBuilder, y, x, *, rows, columns) -> None:
+def transpose_plane(k, y, x, *, rows, columns) -> None:
     """y = x^T of elements of 16 or 32 bits, whatever they encode. Results that exceed the caches are stored non-temporally."""
     halves, side = y.itemsize == 2, k.lanes * 4 // y.itemsize
     nontemporal = rows * y.itemsize % loops.LINE == 0 and rows * columns * y.itemsize > loops.STREAM_BYTES
@@ -117,7 +115,7 @@ def transpose_plane(k: KernelBuilder, y, x, *, rows, columns) -> None:
     transpose_tiles(k, y, x, rows, columns, side=side, inner=inner, edge=edge, adds=False)
 
 
-def transpose_add(k: KernelBuilder, y, y_lo, x, x_lo, *, rows, columns) -> None:
+def transpose_add(k, y, y_lo, x, x_lo, *, rows, columns) -> None:
     """y += x^T in fp32, for any storage format of x and y (`_lo`: low planes, or None), by squares of `lanes` x `lanes`."""
     src, dst = storage.Weight(k, x, x_lo), storage.Weight(k, y, y_lo)
 
