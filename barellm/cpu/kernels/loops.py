@@ -122,7 +122,7 @@ def elementwise(k, n, out, *, unroll: int = 2, mode: str = "store") -> Written:
     step = unroll * k.lanes
     results: list[Value] = []
 
-    def put(i: Any, mask: Value | None, value: Value) -> None:
+    def put(i, mask, value) -> None:
         results.append(accumulate(k, out, i, mask, value, mode))
 
     with k.parallel_range(n, GRAIN) as (begin, end):
@@ -144,7 +144,7 @@ def new_accumulators(k, count: int) -> list[Var]:
     return [k.var(k.to(0.0, k.vec)) for _ in range(count)]
 
 
-def tree_reduce(chains: list[Var], combine: Callable[[Value, Value], Value]) -> Value:
+def tree_reduce(chains, combine: Callable[[Value, Value], Value]) -> Value:
     """Reduce vector accumulators (a power of two of them) pairwise to one vector."""
     values = [v.value for v in chains]
     while len(values) > 1:
@@ -186,10 +186,10 @@ def write_row(k, out, C: int, *, nontemporal, mode: str = "store", unrolled: boo
     full_end = C - C % step
     results: list[Value] = []
 
-    def put(c: Any, mask: Value | None, value: Value) -> None:
+    def put(c: Any, mask, value) -> None:
         results.append(accumulate(k, out, c, mask, value, mode))
 
-    def group(first: Any) -> Written:
+    def group(first) -> Written:
         for j in range(ROW_UNROLL):
             c = first + j * k.lanes
             yield c, None, partial(put, c, None)
@@ -227,10 +227,10 @@ def write_rows(k, rows, F: int, outs: list[tuple[Pointer, int, str]], *, lines: 
     step = ROW_TOGETHER * k.lanes
     full_end = F - F % step
 
-    def columns(row_outs: list[Pointer]) -> Written:
+    def columns(row_outs) -> Written:
         results: list[list[Value]] = []
 
-        def put(c: Any, mask: Value | None, *values: Value) -> None:
+        def put(c: Any, mask, *values) -> None:
             triples = zip(row_outs, values, outs, strict=True)
             results.append([accumulate(k, p, c, mask, value, mode) for p, value, (_, _, mode) in triples])
 

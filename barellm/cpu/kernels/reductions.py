@@ -43,7 +43,7 @@ def column_sums(k, partials, rows, C: int, count: int) -> Iterator[tuple[Value, 
     with chunks_of_rows(k, partials, rows, C, count) as (dst, begin, end), k.loop(begin, end) as row:
         assert dst is not None
 
-        def add_terms(c: Any, mask: Value | None, *terms: Value) -> None:
+        def add_terms(c: Any, mask, *terms) -> None:
             for t, value in enumerate(terms):
                 dst.store(dst.load(t * C + c, mask) + value, t * C + c, mask)
 
@@ -70,7 +70,7 @@ def add_chunks(k, out, partials, chunks, C: int, stride: int, mode: str) -> None
 
 def lower_column_sums(
     c: Lowering, emit: Callable[..., None], operands: dict[str, Any], like: Tensor, outputs: dict[str, Tensor],
-    modes: dict[str, str], *, writes: str = "", **constants: Any,
+    modes: dict[str, str], *, writes: str = "", **constants,
 ) -> None:  # fmt: skip
     """Append a call of `emit`, which computes the operand `partials` (chunks, len(outputs), C; None without outputs) and the
     operands that `writes` names; then for each of the `outputs` (C) a call that adds up its partial sums, in its mode. `like`: the

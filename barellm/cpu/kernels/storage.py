@@ -43,7 +43,7 @@ class Weight:
     lo: Pointer | None
     bf16: bool = False
 
-    def load(self, index: Any = 0, mask: Value | None = None) -> Value:
+    def load(self, index=0, mask=None) -> Value:
         """Load the vector at `index` as fp32 lanes: the fp32 array or plane, or both 16-bit planes joined."""
         if self.lo is None:
             return self.p.load(index, mask)
@@ -55,10 +55,10 @@ class Weight:
         low = k.op(k.ivec, f"zext {low.typed} to {k.ivec}") if self.lo.dtype == "u16" else k.to(low, k.ivec)
         return k.bitcast(high + low, k.vec)
 
-    def store(self, value: Value, index: Any = 0, mask: Value | None = None) -> None:
+    def store(self, value, index=0, mask=None) -> None:
         self.store_all([value], index, mask)
 
-    def store_all(self, values: list[Value], index: Any, mask: Value | None) -> None:
+    def store_all(self, values, index, mask) -> None:
         """Store one or two adjacent vectors of fp32 lanes from element `index` on, in all planes; a mask only with one vector."""
         k = self.k
         if self.bf16:
@@ -88,7 +88,7 @@ class Moment:
     p: Pointer
     dtype: str
 
-    def load(self, index: Any = 0, mask: Value | None = None) -> Value:
+    def load(self, index=0, mask=None) -> Value:
         """Load the vector at `index` as fp32 lanes: as it is, or its codes with fp32's exponent bias and dropped mantissa bits
         0."""
         if self.p.dtype == "fp32":
@@ -102,7 +102,7 @@ class Moment:
             bits, magnitude = bits & ~(3 << 29), codes & 0x7FFF
         return k.bitcast(k.select(magnitude.equals(0), 0, bits + moments.REBIAS), k.vec)
 
-    def store_all(self, values: list[Value], index: Any, mask: Value | None, *, dither: list[Value] | None) -> None:
+    def store_all(self, values, index, mask, *, dither) -> None:
         """Store one or two adjacent vectors of fp32 lanes from element `index` on; a mask only with one. `dither`: random i32 lanes
         below 2^shift for each, for stochastic rounding; None: to nearest, or fp32."""
         if self.p.dtype == "fp32":
@@ -112,7 +112,7 @@ class Moment:
         codes = [self._code(value, dither[j] if dither else None) for j, value in enumerate(values)]
         store_halves(self.k, self.p, codes, index, mask, high=True)
 
-    def _code(self, value: Value, dither: Value | None) -> Value:
+    def _code(self, value, dither) -> Value:
         """The code of each lane as `moments.encode` defines it, in the lane's high half, where fp32's sign bit is. Magnitudes below
         the smallest code's (f.least) become 0, or with `dither` the smallest, by chance in proportion to their size."""
         k, f = self.k, moments.FORMATS[self.dtype]

@@ -9,12 +9,12 @@ from math import e as E
 from math import log2
 from typing import Any
 
-from barellm.cpu.kernel import ISA, Pointer, Value
+from barellm.cpu.kernel import ISA, Value
 from barellm.cpu.kernels.attention import attention_amx, attention_mask
 from barellm.cpu.kernels.attention import attention_microkernels as micro
 
 
-def scratch_units(g: micro.Geometry, rate: float, length: int, *, shared: bool, bounded: bool, capped: bool) -> dict[str, int]:
+def scratch_units(g, rate: float, length: int, *, shared: bool, bounded: bool, capped: bool) -> dict[str, int]:
     """Sizes of the blocks in scratch, in 32-bit units. `length`: queries whose dq accumulates there, and with grouped queries
     (`shared`) also keys whose dk and dv do. `rate` of dropout; `bounded`: windows or documents; `capped`: softcap."""
     kv_length = round_up_to(length, micro.KEY_BLOCK) if shared else micro.KEY_BLOCK
@@ -84,7 +84,7 @@ class BackwardHead:
         """Its blocks of scratch."""
         return scratch_units(self.g, rate, length, **shape)
 
-    def pack_keys(self, j0: Value, max_keys: Any = micro.KEY_BLOCK) -> Value:
+    def pack_keys(self, j0, max_keys=micro.KEY_BLOCK) -> Value:
         """Pack K and V of `max_keys` keys from j0 on as rows. Returns how many there are: fewer at the sequence's end."""
         k, g, s = self.k, self.g, self.s
         count = k.min(self.T - j0, max_keys)
@@ -92,16 +92,16 @@ class BackwardHead:
         micro.pack_tile(k, g, self.values.start(j0), count, micro.round_up(k, count, g.rows), s["v_rows"])
         return count
 
-    def first_query(self, j0: Value) -> Any:
+    def first_query(self, j0) -> Any:
         """The first group of queries that sees a key from j0 on: its first query, rounded down to a group."""
         return j0 // self.g.queries * self.g.queries if self.length is None else 0
 
-    def num_keys(self, j0: Value, count: Value, t: Value) -> Value:
+    def num_keys(self, j0, count, t) -> Value:
         """How many of the `count` keys from j0 on are computed for the group of queries from t on (causal)."""
         num_keys = self.k.min(count, t + self.g.queries - j0) if self.length is None else count
         return attention_amx.round_to_tiles(self.k, self.g, num_keys)
 
-    def pack_queries(self, t: Value, *, vnni: bool) -> tuple[list[Value], list[Value]]:
+    def pack_queries(self, t, *, vnni: bool) -> tuple[list[Value], list[Value]]:
         """Pack Q and dO of the group of queries from t on, transposed, and with `vnni` also as VNNI pairs. Returns (-lse log2(e),
         by which the exponents are shifted; delta), each g.vectors vectors with a lane for each query."""
         k, g, s = self.k, self.g, self.s
@@ -116,7 +116,7 @@ class BackwardHead:
         shift = [self.lse.load(t + v * g.lanes, mask) * -log2(E) for v, mask in enumerate(masks)]
         return shift, [self.delta.load(t + v * g.lanes, mask) for v, mask in enumerate(masks)]
 
-    def key_bounds(self, t: Value) -> micro.KeyBounds | None:
+    def key_bounds(self, t) -> micro.KeyBounds | None:
         """The key bounds of the queries from t on; None without windows and documents."""
         if self.key_range is None:
             return None
@@ -197,12 +197,12 @@ class BackwardHead:
                     vnni = micro.pack_units(k, g, ds[0][v], ds[1][v])
                     s["ds_vnni"].store(vnni, ((j + r) >> 1) * g.queries + v * g.lanes)
 
-    def _probability_tile(self, j: Value, key: Value, t: Value, shift: list[Value], key_bounds: micro.KeyBounds | None) -> None:
+    def _probability_tile(self, j, key, t, shift, key_bounds: micro.KeyBounds | None) -> None:
         """s["p_tile"] [g.rows][g.queries] = P of the tile from packed row j on, whose first key is `key`; 0 where masked. With a
         softcap s["slope_tile"] = its derivative, 1 - tanh^2."""
         k, g, softmax_scale_log2 = self.k, self.g, self.softmax_scale_log2
 
-        def store_tile(values: list[list[Value]], name: str = "p_tile") -> None:
+        def store_tile(values, name: str = "p_tile") -> None:
             for r, row in enumerate(values):
                 for v, x in enumerate(row):
                     self.s[name].store(x, r * g.queries + v * g.lanes)
@@ -220,36 +220,36 @@ class BackwardHead:
         with k.otherwise(partly_masked):
             store_tile(p)
 
-    def start(self, j: Value) -> list[list[Value]] | None:
+    def start(self, j) -> list[list[Value]] | None:
         """The initial accumulator of the score tile from row j on, for a position bias; None: zero."""
         return None
 
-    def record_ds(self, j: Value, ds: list[list[Value]]) -> None:
+    def record_ds(self, j, ds) -> None:
         """Called with dS of the tile from row j on; a subclass may keep it."""
 
-    def tile_mask(self, key: Value, t: Value, key_bounds: micro.KeyBounds | None) -> tuple[Value, Callable[[], micro.LaneMask]]:
+    def tile_mask(self, key, t, key_bounds: micro.KeyBounds | None) -> tuple[Value, Callable[[], micro.LaneMask]]:
         """`micro.tile_mask` of the tile of keys from `key` on and the group."""
         return micro.tile_mask(self.k, self.g, t, key_bounds, self.length, None, key)
 
-    def add_dkdv(self, begin: Any, num_keys: Value, dk: Pointer, dv: Pointer) -> None:
+    def add_dkdv(self, begin, num_keys, dk, dv) -> None:
         """dv += (P M)^T dO and dk, before scaling, += dS^T Q for keys [begin, num_keys) of a block and the group."""
         k, g, s = self.k, self.g, self.s
         micro.accumulate_rows(k, g, dv, s["p"], s["do"], begin, num_keys)
         micro.accumulate_rows(k, g, dk, s["ds"], s["q"], begin, num_keys)
 
-    def store_dkdv(self, j0: Value, count: Value, dk: Pointer, dv: Pointer, add: tuple[Value | None, ...]) -> None:
+    def store_dkdv(self, j0, count, dk, dv, add) -> None:
         """Write dk and dv of `count` keys from j0 on, dk scaled; `add` (of dk, of dv): whether (i1) to add, None: no."""
         k, g = self.k, self.g
         micro.unpack_tile(k, g, dv, count, self.dv.start(j0), 1.0, add[1])
         micro.unpack_tile(k, g, dk, count, self.dk.start(j0), self.score_scale, add[0])
 
-    def add_dq(self, begin: Any, num_keys: Value, acc: Pointer) -> None:
+    def add_dq(self, begin, num_keys, acc) -> None:
         """acc += K^T dS^T, which is dQ^T of a group of queries before scaling, over the keys [begin, num_keys) of a block."""
         g, s = self.g, self.s
         keys, ds = (s["k"], s["ds_vnni"]) if g.pair == 2 else (s["k_rows"], s["ds"])
         micro.accumulate_transposed(self.k, g, acc, keys, ds, begin, num_keys)
 
-    def store_dq(self, t: Value, acc: Pointer, add: Value | None) -> None:
+    def store_dq(self, t, acc, add) -> None:
         """Write dq of the group of queries from t on, scaled; `add`: whether (i1) to add it to what is stored, None: no."""
         k, g, s = self.k, self.g, self.s
         scale = [k.to(self.score_scale, k.vec)] * g.vectors

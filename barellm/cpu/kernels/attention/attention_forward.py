@@ -29,7 +29,7 @@ from barellm.cpu.lang.vector import ln, tanh
 QUERY_BLOCK = 128  # queries that share the packing of keys and values, where that leaves enough work items
 
 
-def groups_per_block(g: micro.Geometry) -> int:
+def groups_per_block(g) -> int:
     """Groups of queries in a large work item."""
     return max(1, QUERY_BLOCK // g.queries)
 
@@ -43,7 +43,7 @@ def select_query_block(k, g, count, T) -> tuple[Value, Value]:
     return block, (T + block - 1) // block
 
 
-def scratch_units(g: micro.Geometry, rate: float = 0.0, bounded: bool = False) -> dict[str, int]:
+def scratch_units(g, rate: float = 0.0, bounded: bool = False) -> dict[str, int]:
     """Sizes of the blocks in scratch, in 32-bit units. `rate` of dropout; `bounded`: the mask has windows or documents."""
     n = groups_per_block(g)
     return {
@@ -74,7 +74,7 @@ def attend_queries(
     softmax_scale, softmax_scale_log2 = mask_spec.softmax_scale(k, g.D), mask_spec.softmax_scale_log2(k, g.D)
     first_keys, capped = s["first_keys"].as_dtype("i32"), partial(mask_spec.capped, k, D=g.D)
 
-    def position_of(t: Value) -> Value:
+    def position_of(t) -> Value:
         """The position of query t."""
         return pos + t if cached else t
 
@@ -170,7 +170,7 @@ def score_key_block(
         tile = [[capped(x) for x in row] for row in micro.score_tile(k, g, s["k"], j, transposed, start and start(j))]
         target = s["p"].at(j * g.queries)
 
-        def store_scores(values: list[list[Value]], target: Pointer = target) -> None:
+        def store_scores(values, target=target) -> None:
             """Store the scores of a tile and update each query's maximum."""
             for v in range(g.vectors):
                 best = top[v].value

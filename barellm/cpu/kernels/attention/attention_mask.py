@@ -64,7 +64,7 @@ class MaskSpec(NamedTuple):
         """The score x = q k^T, or with a softcap tanh(x scale / softcap), in [-1, 1]; `softmax_scale` multiplies it afterwards."""
         return tanh(k, x * self.score_scale(k, D, 1 / self.softcap)) if self.softcap else x
 
-    def rows(self, tensor: Pointer, position: Value, head: Value, *, D: int, heads: int, stride: int) -> Rows:
+    def rows(self, tensor, position, head, *, D: int, heads: int, stride: int) -> Rows:
         """The rows of head `head` of `heads`, from `position` on (even with paired heads). `stride`: elements from one token to the
         next. With paired heads a token's two positions are heads * D elements apart."""
         if self.fold == 2 and stride == 2 * heads * D:  # nothing lies between the rows of two tokens
@@ -103,7 +103,7 @@ class KeyRange:
         window = None if mask_spec.window is None else k.min(mask_spec.keys_before(k), T)
         return cls(T, mask_spec.fold, window, None if starts is None else starts.at(sequence * T // mask_spec.fold))
 
-    def _document(self, t: Value) -> Value:
+    def _document(self, t) -> Value:
         """The position at which the document of position t starts."""
         assert self.starts is not None
         return self.starts.get(t) if self.fold == 1 else self.starts.get(t >> 1) * self.fold

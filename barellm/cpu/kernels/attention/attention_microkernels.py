@@ -138,21 +138,21 @@ class Rows:
     stride: int
     pair_stride: int = 0
 
-    def __getitem__(self, t: Any) -> Pointer:
+    def __getitem__(self, t) -> Pointer:
         if self.pair_stride:
             return self.pointer.at((t >> 1) * self.stride + (t & 1) * self.pair_stride)
         return self.pointer.at(t * self.stride)
 
-    def start(self, t: Any) -> Rows:
+    def start(self, t) -> Rows:
         return Rows(self[t], self.stride, self.pair_stride)
 
     @classmethod
-    def of(cls, tensor: Pointer, token: Value, head: Value, *, D: int, stride: int) -> Rows:
+    def of(cls, tensor, token, head, *, D: int, stride: int) -> Rows:
         """The rows of a head, from `token` on."""
         return cls(tensor.at(token * stride + head * D), stride)
 
 
-def kv_head_of(head: Value, heads: int, kv_heads: int) -> Value:
+def kv_head_of(head, heads: int, kv_heads: int) -> Value:
     """The key and value head of a query head: grouped-query attention (GQA) shares each among heads / kv_heads adjacent ones."""
     return head if heads == kv_heads else head // (heads // kv_heads)
 
@@ -310,7 +310,7 @@ def accumulate_transposed(k, g, acc, vnni, right, begin, end, factor=None) -> No
         amx.gemm_accumulate(k, acc, left, right, tokens // amx.TILE_K, rows=g.padded_D, cols=g.queries)
         return
 
-    def multiply_tile(d: Any, rows: int) -> None:
+    def multiply_tile(d, rows: int) -> None:
         """Accumulate a register tile: `rows` rows of acc, which are the columns of X from d on."""
         block = acc.at(d * g.queries)
         start = [[block.load(r * g.queries + v * g.lanes) for v in range(g.vectors)] for r in range(rows)]
@@ -340,7 +340,7 @@ def accumulate_rows(k, g, acc, left_block, vnni, begin, end) -> None:
             amx.gemm_accumulate(k, acc.at(t * g.padded_D), left, vnni, per_row // amx.SIDE, rows=g.rows, cols=g.padded_D)
         return
 
-    def multiply_tile(t: Value, c: Any, vectors: int) -> None:
+    def multiply_tile(t, c: Any, vectors: int) -> None:
         """Accumulate a register tile: g.rows tokens from t on x `vectors` vectors of columns from c on."""
         block = acc.at(t * g.padded_D + c)
         start = [[block.load(r * g.padded_D + v * g.lanes) for v in range(vectors)] for r in range(g.rows)]

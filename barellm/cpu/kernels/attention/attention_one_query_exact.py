@@ -16,12 +16,12 @@ from barellm.cpu.kernels.attention.attention_mask import LOWEST, MaskSpec
 from barellm.cpu.lang.vector import transpose
 
 
-def one_query_geometry(g: micro.Geometry) -> micro.Geometry:
+def one_query_geometry(g) -> micro.Geometry:
     """The geometry with keys as lanes: up to 8 vectors, chains enough to hide the latency of the multiply-adds."""
     return replace(g, vectors=min(8, 64 // g.lanes))
 
 
-def one_query_units(g: micro.Geometry) -> dict[str, int]:
+def one_query_units(g) -> dict[str, int]:
     """Sizes of the blocks in scratch, in 32-bit units; "p_units" are the probabilities as bf16 pairs along the keys."""
     wide = one_query_geometry(g)
     sizes = {"q": g.rows_units(1), "transposed": wide.transposed_units, "acc": g.padded_D, "p": micro.KEY_BLOCK}

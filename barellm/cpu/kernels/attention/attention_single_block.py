@@ -29,7 +29,7 @@ def fits_single_block(isa: ISA, dtype: str, D: int, length: int, rate: float) ->
     return length <= MAX_SEQ and not rate and units
 
 
-def forward_units(g: micro.Geometry) -> dict[str, int]:
+def forward_units(g) -> dict[str, int]:
     """Sizes of the scratch blocks of the forward pass, in 32-bit units; all hold MAX_SEQ tokens or a group of queries."""
     return {
         "q_transposed": g.d_steps * MAX_SEQ,
@@ -41,7 +41,7 @@ def forward_units(g: micro.Geometry) -> dict[str, int]:
     }
 
 
-def backward_units(g: micro.Geometry, shared: bool) -> dict[str, int]:
+def backward_units(g, shared: bool) -> dict[str, int]:
     """Sizes of the blocks of the backward pass, in 32-bit units. With grouped queries (`shared`), dk and dv are sums over heads,
     kept as fp32 rows."""
     vnni = {name: g.vnni_units(MAX_SEQ) for name in ("q", "k", "do")}
@@ -181,7 +181,7 @@ def single_block_probabilities(k, g, s, t, shift, softmax_scale_log2: float) -> 
     `shift`: a vector for each of g.vectors. Returns each query's sum."""
     sums = [k.var_vec(0.0) for _ in range(g.vectors)]
 
-    def pair(j: Value, first: int) -> None:
+    def pair(j, first: int) -> None:
         for v in range(first, g.vectors):
             rows = [s["scores"].at((j + i) * g.queries).load(v * g.lanes) for i in range(2)]
             p = [micro.exp2_nonpositive(k, g, k.fma(x, softmax_scale_log2, shift[v])) for x in rows]

@@ -44,15 +44,15 @@ class Table:
     lists: int  # rows of all heads
     entries: int
 
-    def entries_of(self, row: Value) -> tuple[Value, Value]:
+    def entries_of(self, row) -> tuple[Value, Value]:
         """The entries [begin, end) of a row, counted over all heads."""
         return self.table.get(row), self.table.get(row + 1)
 
-    def block_of(self, entry: Value) -> Value:
+    def block_of(self, entry) -> Value:
         """The block number of an entry."""
         return self.table.get(entry + (self.lists + 1))
 
-    def kind(self, entry: Value) -> Value:
+    def kind(self, entry) -> Value:
         """0: all of an entry's block is visible; n: mask n - 1 of `masks` says what is."""
         return self.table.get(entry + (self.lists + 1 + self.entries))
 
@@ -87,7 +87,7 @@ def gather(k, g, table: Table, tensors: tuple[tuple[micro.Rows, Pointer], ...], 
             micro.pack_tile(k, g, rows.start(j0), k.min(T - j0, table.block), table.block, dst.at(i * (table.block * g.row_units)))
 
 
-def scratch_units(g: micro.Geometry, block: int, distances: Distances | None) -> dict[str, int]:
+def scratch_units(g, block: int, distances: Distances | None) -> dict[str, int]:
     """Sizes of the blocks in scratch, in 32-bit units; `distances`: those that have a relative position bias, None: no bias."""
     n, rows = block // g.queries, blocks_per_pack(block) * block
     bias = forward_units(g, block, blocks_per_pack(block)) if distances else {}
@@ -138,7 +138,7 @@ def block_sparse_attention(
             gather(k, g, table, ((k_rows, s["k"]), (v_rows, s["v_rows"])), entry, num_blocks, T)
             v_block = micro.pack_left(k, g, s["v_rows"], num_blocks * block, s["v"])
 
-            def block_distance(i: Value, entry: Value = entry) -> Value:
+            def block_distance(i, entry=entry) -> Value:
                 return row - table.block_of(entry + i)
 
             if bias:
@@ -146,7 +146,7 @@ def block_sparse_attention(
                     bias.pack_tile(between, i)
             with k.loop(first, last, g.queries) as t:
 
-                def tile_mask(j: Value, entry: Value = entry, t: Value = t) -> Any:
+                def tile_mask(j, entry=entry, t=t) -> Any:
                     return table.tile_mask(g, entry, t - first, j)
 
                 group = (t - first) // g.queries

@@ -40,7 +40,7 @@ from barellm.program.integers import ceil_div
 PARTIAL_SUMS = 64  # of the position bias's gradient, over all heads of keys: enough for any number of threads
 
 
-def scratch_units(g: micro.Geometry, block: int, rows: int, distances: Distances | None) -> dict[str, int]:
+def scratch_units(g, block: int, rows: int, distances: Distances | None) -> dict[str, int]:
     """Sizes of the blocks in scratch, in 32-bit units; dk and dv of all `rows` keys may accumulate there."""
     packed = blocks_per_pack(block) * block
     bias = backward_units(g, block, blocks_per_pack(block), distances) if distances else {}
@@ -78,14 +78,14 @@ class BlockSparseHead(BackwardHead):
     def scratch_sizes(self, rate: float, length: int, **shape: bool) -> dict[str, int]:
         return scratch_units(self.g, self.table.block, length, self.distances)
 
-    def start(self, j: Value) -> list[list[Value]] | None:
+    def start(self, j) -> list[list[Value]] | None:
         return self.bias and self.bias.start(self.block_distance, j)
 
-    def record_ds(self, j: Value, ds: list[list[Value]]) -> None:
+    def record_ds(self, j, ds) -> None:
         if self.sums:
             self.sums.record_ds(j, ds)
 
-    def pack_bias(self, num_blocks: Value) -> None:
+    def pack_bias(self, num_blocks) -> None:
         """Pack the position bias's vectors for `num_blocks` packed blocks of keys."""
         if self.bias:
             with self.bias.for_each_near(num_blocks, self.block_distance) as (block_distance, i):
@@ -93,7 +93,7 @@ class BlockSparseHead(BackwardHead):
                 if self.sums:
                     self.bias.vnni_pack(i)
 
-    def bias_scores(self, num_blocks: Value) -> None:
+    def bias_scores(self, num_blocks) -> None:
         """Compute R Q^T, the position bias of the packed group of queries and `num_blocks` packed blocks of keys, in scratch."""
         if self.bias:
             with self.bias.for_each_near(num_blocks, self.block_distance) as (block_distance, i):
@@ -102,7 +102,7 @@ class BlockSparseHead(BackwardHead):
     def tile_mask(self, key, t, key_bounds: micro.KeyBounds | None) -> tuple[Value, Callable[[], Callable[[int, int], Value]]]:
         return self.table.tile_mask(self.g, self.entry, self.query, key)
 
-    def add_row(self, row: Value, begin: Value, end: Value, is_one_pass: Value) -> None:
+    def add_row(self, row, begin, end, is_one_pass) -> None:
         """Accumulate in scratch dq of the block of queries `row` over the table's entries [begin, end); where `is_one_pass` (i1)
         also what these queries add to dk and dv."""
         k, g, s, block = self.k, self.g, self.s, self.table.block
@@ -129,7 +129,7 @@ class BlockSparseHead(BackwardHead):
                     with self.sums.for_each_near(num_blocks, self.block_distance) as (block_distance, i):
                         self.sums.backward(block_distance, i, t - first, dq)
 
-    def store_row(self, row: Value, add: Value | None) -> None:
+    def store_row(self, row, add) -> None:
         """Write dq of the block of queries `row`, or add it where `add` (i1, None: never)."""
         g, block = self.g, self.table.block
         first = row * block

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import Op, Pointer, Value, kernel
+from barellm.cpu.kernel import Op, Value, kernel
 from barellm.cpu.kernels.attention.attention_microkernels import runtime_size, size_constant
 from barellm.cpu.kernels.loops import LINE, STREAM_BYTES, accumulate, new_accumulators, row_grain, store_all, tree_reduce
 
@@ -36,7 +36,7 @@ class Angles:
         self.k, self.cos, self.sin, self.half, self.back = k, cos, sin, half, back
         self.cached = {c: self._factors(c) for c in range(0, half, k.lanes)} if cached else {}
 
-    def rotate(self, v: Value, c: int) -> Value:
+    def rotate(self, v, c: int) -> Value:
         """Rotate v, which holds the columns of a head from c on; columns from `half` on do not rotate."""
         if c >= self.half:
             return v
@@ -55,7 +55,7 @@ class Angles:
         flipped = k.bitcast(other, k.ivec) ^ Value(k, k.ivec, f"<{signs}>")
         return same, k.bitcast(flipped, k.vec)
 
-    def _twice(self, table: Pointer, c: int) -> Value:
+    def _twice(self, table, c: int) -> Value:
         """Load the table's values for columns from c on: each plane's value in both of its columns, zero beyond the last plane."""
         k, planes, left = self.k, self.k.lanes // 2, (self.half - c) // 2
         if left >= planes:
@@ -114,16 +114,16 @@ class HeadLoop:
                 vectors.append((j, c, None if last - first == k.lanes else lane_range_mask(k, first, last)))
         return vectors
 
-    def load(self, row: Pointer) -> list[Value]:
+    def load(self, row) -> list[Value]:
         """The vectors of a head."""
         return [row.load(c, mask) for _, c, mask in self.vectors(0, self.D)]
 
-    def prefetch(self, head: Pointer, rows: int, stride: int, *, near: bool) -> None:
+    def prefetch(self, head, rows: int, stride: int, *, near: bool) -> None:
         """Prefetch the same head `rows` rows further."""
         for c in range(0, self.D, LINE // head.itemsize):
             self.k.prefetch(head.at(rows * stride + c), near=near)
 
-    def store(self, row: Pointer, values: list[Value], nontemporal: Value | None) -> None:
+    def store(self, row, values, nontemporal) -> None:
         """Store the vectors of a head, in pairs (a cache line of 16-bit dtypes) if no vector is partial."""
         n = self.k.lanes
         if self.half % (2 * n) == 0:
@@ -133,17 +133,17 @@ class HeadLoop:
             for j, c, mask in self.vectors(0, self.D):
                 row.store(values[j], c, mask)
 
-    def replace_upper(self, values: list[Value], upper: list[Value]) -> None:
+    def replace_upper(self, values, upper) -> None:
         """values[j] = upper[j] in the columns of the upper half; `upper` has only the vectors that contain such columns."""
         for new, (j, c, mask) in zip(upper, self.vectors(self.half, self.D), strict=True):
             values[j] = new if mask is None or c >= self.half else self.k.select(mask, new, values[j])
 
-    def nontemporal(self, out: Pointer, lines: bool) -> Value | None:
+    def nontemporal(self, out, lines: bool) -> Value | None:
         """Whether (i1) the result bypasses the caches: it is larger than STREAM_BYTES; None where its alignment forbids that."""
         aligned = lines and self.half % (2 * self.k.lanes) == 0
         return self.rows * (self.W * out.itemsize) > STREAM_BYTES if aligned else None
 
-    def dot(self, a: list[Value], b: list[Value]) -> Value:
+    def dot(self, a, b) -> Value:
         """The dot product of two heads' columns."""
         sums = new_accumulators(self.k, CHAINS)
         for j, (u, v) in enumerate(zip(a, b, strict=True)):
@@ -165,7 +165,7 @@ def qk_rotary(k, y, rstd, x, cos, sin, *, eps, strides, lines, **shape) -> None:
     walk = HeadLoop(k, cos, sin, back=False, **shape)  # heads of rows, and their vectors
     nontemporal = walk.nontemporal(y, lines)
 
-    def rstd_of(v: list[Value]) -> Value:
+    def rstd_of(v) -> Value:
         return 1.0 / k.sqrt(walk.dot(v, v) * (1.0 / walk.D) + eps)
 
     for at in walk.heads_of_rows():
@@ -218,7 +218,7 @@ def qk_rotary_backward(k, dx, dy, x, rstd, cos, sin, *, strides, lines, mode_dx,
         walk.store(dst, new, nontemporal)
 
 
-def move_back(walk: HeadLoop, dn: list[Value], row: Pointer, t: Value) -> None:
+def move_back(walk: HeadLoop, dn, row, t) -> None:
     """Replace the upper half of `dn`, the gradient of a head at position t, by that of the next position, or by zero at the last
     one. Position 0 keeps its own as well, because it has no position before. `row`: the head in dy."""
     k, upper = walk.k, walk.vectors(walk.half, walk.D)

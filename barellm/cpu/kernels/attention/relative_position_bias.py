@@ -19,12 +19,12 @@ from barellm.cpu.kernels.attention import attention_microkernels as micro
 Distances = tuple[int, int]  # first and last that have a vector
 
 
-def forward_units(g: micro.Geometry, block: int, packed: int) -> dict[str, int]:
+def forward_units(g, block: int, packed: int) -> dict[str, int]:
     """Sizes of the blocks in scratch of the forward pass, in 32-bit units, for `packed` blocks of keys."""
     return {"r_rows": g.rows_units(packed * 2 * block), "bias": packed * (block + g.queries) * g.queries}
 
 
-def backward_units(g: micro.Geometry, block: int, packed: int, distances: Distances) -> dict[str, int]:
+def backward_units(g, block: int, packed: int, distances: Distances) -> dict[str, int]:
     window, rows = block + g.queries, distances[1] - distances[0] + 1
     return forward_units(g, block, packed) | {
         "r": g.vnni_units(packed * 2 * block),
@@ -48,21 +48,21 @@ class RelativePositionBias:
     table: micro.Rows
     distances: Distances
 
-    def near(self, block_distance: Value) -> Value:
+    def near(self, block_distance) -> Value:
         """Whether (i1) some query and key of two blocks have a distance that has a vector."""
         first, last = self.distances
         middle = block_distance * self.block
         return (middle + (self.block - 1) >= first) & (middle - (self.block - 1) <= last)
 
     @contextmanager
-    def for_each_near(self, num_blocks: Value, block_distance: Callable[[Value], Value]) -> Iterator[tuple[Value, Value]]:
+    def for_each_near(self, num_blocks, block_distance: Callable[[Value], Value]) -> Iterator[tuple[Value, Value]]:
         """Loop over those of `num_blocks` packed blocks that have a bias; yields (block distance, index of the packed block)."""
         with self.k.loop(0, num_blocks) as i:
             distance = block_distance(i)
             with self.k.when(self.near(distance)):
                 yield distance, i
 
-    def pack_tile(self, block_distance: Value, i: Value) -> None:
+    def pack_tile(self, block_distance, i) -> None:
         """s["r_rows"] = the vectors of 2 * block distances from block_distance * block - (block - 1) on; zero if there is none."""
         k, g, rows = self.k, self.g, 2 * self.block
         first, last = self.distances
@@ -73,14 +73,14 @@ class RelativePositionBias:
         micro.pack_tile(k, g, self.table, k.int(0), before, dst)
         micro.pack_tile(k, g, self.table.start(first_row + before), behind - before, rows - before, dst.at(before * g.row_units))
 
-    def vnni_pack(self, i: Value) -> None:
+    def vnni_pack(self, i) -> None:
         """The packed vectors in VNNI layout, for `backward`."""
         rows = 2 * self.block
         if self.g.pair == 2:
             dst = self.s["r"].at(i * self.g.vnni_units(rows))
             micro.vnni_pack(self.k, self.g, self.s["r_rows"].at(i * (rows * self.g.row_units)), rows, dst)
 
-    def window(self, block_distance: Value, query: Value) -> tuple[Value, Value, Value]:
+    def window(self, block_distance, query) -> tuple[Value, Value, Value]:
         """(distance of row 0, begin, end) of a group's tile of distances: rows [begin, end), full register tiles, have a vector."""
         k, g = self.k, self.g
         rows, (first, last) = self.block + g.queries, self.distances
@@ -88,7 +88,7 @@ class RelativePositionBias:
         begin, end = (k.min(k.max(k.int(n) - zero, 0), rows) for n in (first, last + 1))
         return zero, begin & -g.rows, micro.round_up(k, end, g.rows)
 
-    def bias_of_queries(self, block_distance: Value, i: Value, query: Value, transposed: Pointer) -> None:
+    def bias_of_queries(self, block_distance, i, query, transposed) -> None:
         """Write R Q^T of key block i into the scratch s["bias"], rows of a distance with g.queries columns each: R are the vectors
         of distances, Q^T a group of queries, packed as `transposed`. Distances without a vector get zeros."""
         k, g, rows = self.k, self.g, self.block + self.g.queries
@@ -101,7 +101,7 @@ class RelativePositionBias:
                     dst.at(w * g.queries).store(x, r * g.queries + v * g.lanes)
         micro.clear(k, dst.at(end * g.queries), (k.int(rows) - end) * g.queries)
 
-    def start(self, block_distance: Callable[[Value], Value], j: Value) -> list[list[Value]]:
+    def start(self, block_distance: Callable[[Value], Value], j) -> list[list[Value]]:
         """The bias of the tile of keys from packed row j on, as values [row][vector]; zeros where its block has none."""
         k, g, rows = self.k, self.g, self.block + self.g.queries
         tile = [[k.var_vec(0.0) for _ in range(g.vectors)] for _ in range(g.rows)]
@@ -122,7 +122,7 @@ class RelativePositionBias:
     def clear_padding(self, packed: int) -> None:
         micro.clear(self.k, self.s["ds_padded"], packed * (self.block + 2 * self.g.queries) * self.g.queries)
 
-    def record_ds(self, j: Value, ds: list[list[Value]]) -> None:
+    def record_ds(self, j, ds) -> None:
         """Store dS of the tile of keys from packed row j on, for `backward`."""
         g, rows = self.g, self.block + 2 * self.g.queries
         dst = self.s["ds_padded"].at((j // self.block * rows + (j % self.block + g.queries)) * g.queries)
@@ -130,7 +130,7 @@ class RelativePositionBias:
             for v, x in enumerate(row):
                 dst.store(x, r * g.queries + v * g.lanes)
 
-    def backward(self, block_distance: Value, i: Value, query: Value, dq: Pointer) -> None:
+    def backward(self, block_distance, i, query, dq) -> None:
         """dQ^T of a group, before scaling, += R^T dB and dR += dB Q, dB = the gradient of the group's bias, dS along diagonals."""
         k, g, s = self.k, self.g, self.s
         rows = self.block + 2 * g.queries
@@ -150,7 +150,7 @@ class RelativePositionBias:
         dst = s["dr"].at((zero - self.distances[0] + g.rows) * g.padded_D)
         micro.accumulate_rows(k, g, dst, dbias, s["q"], begin, end)
 
-    def store(self, dst: micro.Rows, softmax_scale: float) -> None:
+    def store(self, dst, softmax_scale: float) -> None:
         """Write the sum of gradients, times softmax_scale, to dst (distances, D)."""
         count = self.k.int(self.distances[1] - self.distances[0] + 1)
         micro.unpack_tile(self.k, self.g, self.s["dr"].at(self.g.rows * self.g.padded_D), count, dst, softmax_scale)

@@ -32,14 +32,14 @@ def rope(k, y, x, cos, sin, positions, *, batch, seq, W, half, heads, inverse, s
         src, dst = x.at(row * strides[0]), y.at(row * strides[1])
         at = (positions.get(row) if pos is None else pos + row % T) * half
 
-        def angle(c: int, mask: Value | None) -> tuple[Value, Value]:
+        def angle(c: int, mask) -> tuple[Value, Value]:
             """cos and sin of column c's angle at the row's position."""
             sine = sin.at(at).load(c, mask)
             return cos.at(at).load(c, mask), -sine if inverse else sine
 
         cached = {c: angle(c, mask) for c, mask in columns} if in_registers else {}
 
-        def rotate(first: Value, c: int, mask: Value | None) -> tuple[Value, Value]:
+        def rotate(first, c: int, mask) -> tuple[Value, Value]:
             """The rotated columns c and half + c (two vectors) of the head that begins at `first`, added to y in mode "add"."""
             co, si = cached[c] if in_registers else angle(c, mask)
             low, high = first + c, first + (half + c)

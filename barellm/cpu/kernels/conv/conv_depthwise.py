@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.kernel import ISA, Pointer, Value
+from barellm.cpu.kernel import ISA, Value
 from barellm.cpu.kernels.conv.conv_implicit_gemm import OutputMap
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Images, LineBuffer
 from barellm.cpu.kernels.loops import accumulate, accumulate_scalar
@@ -78,7 +78,7 @@ class LineBlock:
             ceil_div(n, m) for n, m in zip(geometry.output_size, (blocking.lines, blocking.columns), strict=True)
         )
 
-    def load_lines(self, plane: Value, number: Value) -> None:
+    def load_lines(self, plane, number) -> None:
         """Load block `number` of the image's channel `plane`."""
         k, b, (P, Q), (H, W) = self.k, self.blocking, self.geometry.output_size, self.geometry.input_size
         self.line = number // self.column_blocks * b.lines
@@ -106,7 +106,7 @@ class LineBlock:
                     yield line, lines, full_columns, tail
 
     def input_vectors(
-        self, line: Value, lines: int, j: Value, rows: range | Value, columns: range
+        self, line, lines: int, j, rows: range | Value, columns: range
     ) -> Iterator[tuple[Value, list[tuple[int, int]]]]:
         """What a register tile of `lines` output lines from `line` on, `lanes` pixels from pixel j on, sees through the taps `rows`
         x `columns` of the filter: each distinct vector of pixels once, with all (line of the tile, number of the tap) that read it.
@@ -185,7 +185,7 @@ def conv_depthwise_wgrad(k, dw, dy, x, *, images: Images, geometry: ConvGeometry
     block = LineBlock(k, x, geometry, blocking)
     max_sums = k.isa.registers - blocking.tile_m - 2  # in registers
 
-    def add(src: Pointer, first: Pointer, rows: range | Value, columns: range) -> None:
+    def add(src, first, rows: range | Value, columns: range) -> None:
         """Add all tiles of a block to the sums of these taps, which lie from `first` on."""
         count = len(columns) * (1 if isinstance(rows, Value) else len(rows))
         acc = [k.var(first.load(i * k.lanes)) for i in range(count)]

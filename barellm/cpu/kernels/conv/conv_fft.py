@@ -14,7 +14,7 @@ j."""
 from collections.abc import Callable, Iterator
 from math import cos, pi, sin
 
-from barellm.cpu.kernel import ISA, Pointer, Value
+from barellm.cpu.kernel import ISA, Value
 from barellm.cpu.kernels.conv import conv_tiled
 from barellm.cpu.kernels.conv.conv_tiled import TileAlgorithm, TiledConv
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Images, load_strided
@@ -31,11 +31,11 @@ MAX_FILTER_BYTES = 256 << 20  # of transformed filters that "auto" accepts
 Complex = tuple[Value, "Value | None"]  # None: the imaginary part is zero
 
 
-def _plus(a: Value | None, b: Value | None) -> Value | None:
+def _plus(a, b) -> Value | None:
     return b if a is None else a if b is None else a + b
 
 
-def _minus(a: Value | None, b: Value | None) -> Value | None:
+def _minus(a, b) -> Value | None:
     return a if b is None else -b if a is None else a - b
 
 
@@ -159,7 +159,7 @@ def fft_gemm(k, y, u, v, first, limit, *, images: Images, conv: TiledConv, F: in
     output_row = buffer.bytes(4 * m * pitch)
     plane_stride = conv.filters * width
 
-    def inverse_transform(src: Pointer, tile: Value, num_tiles: Value, channel: Value) -> None:
+    def inverse_transform(src, tile, num_tiles, channel) -> None:
         """The outputs of one channel of a vector of tiles, the first of which is `tile`; `src`: their products."""
         inverse_of_columns(k, buffer, F, m, lambda plane: src.load(plane * plane_stride))
         with k.loop(0, m) as i:

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from barellm.cpu.gemm_config import Tile, tiles
-from barellm.cpu.kernel import ISA, Value
+from barellm.cpu.kernel import ISA
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colTiles, Images, tiles_nbytes
 from barellm.cpu.kernels.gemm.microkernel import broadcast_a, microkernel
 from barellm.cpu.kernels.loops import accumulate, accumulate_scalar
@@ -160,7 +160,7 @@ class ImplicitGemm:
                     with k.when(last > rows - tail):
                         self._micro_kernel(k.int(rows - tail), j, Tile(tail, tile.vectors))
 
-    def _micro_kernel(self, row: Value, j: Value, tile: Tile) -> None:
+    def _micro_kernel(self, row, j, tile: Tile) -> None:
         """The tile of tile.mr output channels from `row` on x tile_n pixels from pixel j on: a (tile.mr, depth) @ column (depth,
         tile_n) over the K block, plus the sums of the K blocks before. After the last K block it is stored to out, else to `sums`,
         where the tile is contiguous, [tile.mr][tile_n]: a row of tiles takes pitch * mr elements."""
@@ -186,7 +186,7 @@ class ImplicitGemm:
                 for v, value in enumerate(acc_row):
                     dst.store(value, v * k.lanes)
 
-    def _store_tile(self, row: Value, j: Value, values: list[list[Value]]) -> None:
+    def _store_tile(self, row, j, values) -> None:
         """The epilogue of the tile at output channel `row` and pixel j: whole vectors where all its pixels are adjacent in one
         image, else pixel by pixel."""
         k, (P, Q) = self.k, self.geometry.output_size
@@ -204,7 +204,7 @@ class ImplicitGemm:
         with k.otherwise(fits):
             self._store_pixels(row, j, values)
 
-    def _store_pixels(self, row: Value, j: Value, values: list[list[Value]]) -> None:
+    def _store_pixels(self, row, j, values) -> None:
         """The epilogue of the same tile through `spill`, pixel by pixel, to where `target` puts each."""
         k, (P, _), t = self.k, self.geometry.output_size, self.target
         for r, line in enumerate(values):
@@ -220,7 +220,7 @@ class ImplicitGemm:
                 dst = self.out.at(at + r * (t.size[0] * t.size[1]))
                 accumulate_scalar(k, dst, 0, self.spill.get(pixel + r * self.tile_n), self.mode)
 
-    def _store(self, value: Value, at: Value) -> None:
+    def _store(self, value, at) -> None:
         self.out.store(accumulate(self.k, self.out, at, None, value, self.mode), at)
 
 

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from barellm.cpu.gemm_config import Tile
-from barellm.cpu.kernel import ISA, Pointer, Value
+from barellm.cpu.kernel import ISA, Value
 from barellm.cpu.kernels.conv import conv_implicit_gemm, conv_polyphase, im2col
 from barellm.cpu.kernels.gemm import amx, microkernel
 from barellm.cpu.kernels.loops import accumulate, accumulate_scalar
@@ -164,7 +164,7 @@ class ImplicitGemm:
             if not self.dense:
                 self.pixel_targets.as_dtype("i64").put(line * (t.stride[0] * t.size[1]) + column * t.stride[1], pixel)
 
-    def _k_block(self, k_block: Value) -> None:
+    def _k_block(self, k_block) -> None:
         """One K block of a work item: pack its chunks of all images, run the micro-kernel over all positions and column blocks, and
         after the last K block the epilogue."""
         k, b, k_blocks = self.k, self.blocking, self.scratch.k_blocks
@@ -194,7 +194,7 @@ class ImplicitGemm:
             image = self.sums.bytes((block * b.images + n) * self.scratch.image)
             self._store(n, image, self.first_column + block * self.tile_n)
 
-    def _pack(self, n: Value, c: Value, chunk: Value) -> None:
+    def _pack(self, n, c: Value, chunk) -> None:
         """Pack a chunk of channels of an image: vectors of positions' channel pairs, transposed. Some lines of all channels at a
         time, which stay in L1."""
         k, lanes, pairs, layout = self.k, self.k.lanes, self.blocking.pairs, self.layout
@@ -223,7 +223,7 @@ class ImplicitGemm:
         k, tile = self.k, self.blocking.tile
         pitch = 4 * k.lanes
 
-        def shift(step: Value) -> Value:
+        def shift(step) -> Value:
             return self._lookup(self.shifts, step)
 
         steps = chunks * self.geometry.taps
@@ -235,13 +235,13 @@ class ImplicitGemm:
             left = panel.bytes(shift(s))
             right = filters.bytes(s * (4 * self.blocking.pairs * self.tile_n))
 
-            def pair(r: int, u: Value, left: Pointer = left) -> Value:
+            def pair(r: int, u, left=left) -> Value:
                 return k.splat(k.op("i32", f"load i32, ptr {left.bytes(u * 4 + r * pitch).ref}, align 4"))
 
             with k.loop(0, self.blocking.pairs) as u:
                 microkernel.rank1_update(k, acc, pair, right, u, True)
 
-    def _store(self, n: Value, sums: Pointer, column: Value) -> None:
+    def _store(self, n, sums, column) -> None:
         """The epilogue of image n and the column block from `column` on, whose sums [position][tile_n] are transposed: out is
         stored in vectors of adjacent pixels, `lanes` columns at a time. The table `pixel_sums` has each pixel's position."""
         k, lanes, size = self.k, self.k.lanes, self.target.size[0] * self.target.size[1]
@@ -265,7 +265,7 @@ class ImplicitGemm:
             with k.when(vectors_end < pixels):
                 self._store_pixels(dst, vector, vectors_end, pixels - vectors_end, is_last)
 
-    def _store_bf16(self, dst: Pointer, sums: Pointer, p: Value) -> None:
+    def _store_bf16(self, dst, sums, p) -> None:
         """Store two vectors of pixels from pixel p on, of `lanes` columns, rounded to bf16 before the transpose, which then has
         half the elements."""
         k, lanes, size = self.k, self.k.lanes, self.target.size[0] * self.target.size[1]
@@ -274,7 +274,7 @@ class ImplicitGemm:
         for c, value in enumerate(transpose(k, pairs)):
             k.line(f"store {value.typed}, ptr {dst.at(p + c * size).ref}, align 2")
 
-    def _store_pixels(self, dst: Pointer, sums: Pointer, p: Value, count: Value | None, is_last: Value) -> None:
+    def _store_pixels(self, dst, sums, p, count, is_last) -> None:
         """Store a vector of pixels from pixel p on, or the first `count` of it, for `lanes` columns; where `is_last` (i1) only
         those columns that exist."""
         k, lanes, size = self.k, self.k.lanes, self.target.size[0] * self.target.size[1]
@@ -289,7 +289,7 @@ class ImplicitGemm:
                 accumulate_scalar(k, place, 0, self.spill.get(c * lanes + i), self.mode)
             return
 
-        def store_columns(values: list[Value]) -> None:
+        def store_columns(values) -> None:
             for c, value in enumerate(values):
                 place = dst.at(p + c * size)
                 place.store(accumulate(k, place, 0, mask, value, self.mode), 0, mask)
@@ -301,7 +301,7 @@ class ImplicitGemm:
             with k.when(is_last):
                 store_columns(columns_first[:tail])
 
-    def _lookup(self, table: Pointer, index: Value) -> Value:
+    def _lookup(self, table, index) -> Value:
         """An i64 of a table in scratch."""
         return self.k.op("i64", f"load i64, ptr {table.bytes(index * 8).ref}, align 8")
 

@@ -8,7 +8,7 @@ image. The zeros behind a line serve the next line as those before it."""
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, reflect_index
@@ -123,12 +123,12 @@ class PolyphaseBuffer:
         for i in range(0, nbytes // 2, k.lanes):
             self.zeros.store_raw(0, i)
 
-    def seek(self, image: Value, group: Value, first: Value, line: Value) -> None:
+    def seek(self, image, group, first, line) -> None:
         """Select the channels from `first` of a group on, and the block of output lines from `line` on."""
         self.first, self.line = first, line
         self.source = (image * self.geometry.groups + group) * self.geometry.channels + first
 
-    def pack(self, number: Any = 0) -> None:
+    def pack(self, number=0) -> None:
         """Pack all planes, as channel `number` of the buffer and those behind it. What lies behind a plane's lines is zero."""
         k, layout = self.k, self.layout
         with k.loop(0, self.channels) as j:
@@ -137,7 +137,7 @@ class PolyphaseBuffer:
                 self.pack_lines(j, dst, row_phase, column_phase, 0, layout.height)
                 self.clear(dst, layout.height * layout.pitch, layout.size)
 
-    def pack_lines(self, j: Value, dst: Pointer, row_phase: int, column_phase: int, first: Any, last: Any) -> None:
+    def pack_lines(self, j, dst, row_phase: int, column_phase: int, first, last) -> None:
         """Pack the lines [first, last) of one plane of channel j. A channel behind the group's last is zero."""
         k, layout, geometry, (H, W) = self.k, self.layout, self.geometry, self.geometry.input_size
         exists = self.first + j < self.geometry.channels
@@ -150,7 +150,7 @@ class PolyphaseBuffer:
             source = k.op("ptr", f"select {inside.typed}, ptr {plane.at(row * W).ref}, ptr {self.zeros.ref}")
             self._pack_line(dst.at((u - first) * layout.pitch), Pointer(k, source.ref, "bf16"), column_phase)
 
-    def _pack_line(self, dst: Pointer, source: Pointer, phase: int) -> None:
+    def _pack_line(self, dst, source, phase: int) -> None:
         """A line of a plane: dst[v] = source[(v + first) * stride + phase] for `pitch` positions v, zeros or mirror images outside
         the image. Vectors may reach beyond the line: what follows is written later."""
         k, layout, stride, W = self.k, self.layout, self.geometry.stride[1], self.geometry.input_size[1]
@@ -179,7 +179,7 @@ class PolyphaseBuffer:
                 bits = k.op("i16", f"load i16, ptr {p.ref}, align 2")
                 k.line(f"store {bits.typed}, ptr {dst.at(v).ref}, align 2")
 
-    def clear(self, dst: Pointer, begin: int, end: int) -> None:
+    def clear(self, dst, begin: int, end: int) -> None:
         k = self.k
         if end - begin <= UNROLLED * k.lanes:
             for v in range(begin, end, k.lanes):
@@ -188,7 +188,7 @@ class PolyphaseBuffer:
             with k.loop(begin, end, k.lanes) as v:
                 dst.store_raw(0, v)
 
-    def _vector(self, source: Pointer, column: Any, count: int) -> Value:
+    def _vector(self, source, column, count: int) -> Value:
         """A vector of `count` pixels (i16), every stride-th from input column `column` on; zeros behind them. Strides of 2 and 4:
         loads of adjacent pixels, of which shuffles keep every second."""
         k, stride = self.k, self.geometry.stride[1]

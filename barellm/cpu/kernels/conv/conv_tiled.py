@@ -159,7 +159,7 @@ def batched_gemm(
             depth = k.min(C - c, KC)
             right = v.at((((begin + block) * groups + group) * positions + position) * (C * tile_n) + c * tile_n)
 
-            def multiply(row: Value, tile: Tile, c=c, depth=depth, right=right, position=position, block=block) -> None:
+            def multiply(row, tile: Tile, c=c, depth=depth, right=right, position=position, block=block) -> None:
                 left = u.at(position * size + (group * rows + row) * C + c)
                 dst = products.at(((position * conv.filters) + (row - row0)) * width + block * tile_n)
                 load_a, _ = broadcast_a(k, left, list(range(tile.mr)), False, depth=C, stride=C)
@@ -216,7 +216,7 @@ def tiled_wgrad_gemm(
 
 
 def append_input_transform(
-    c: Lowering, how: TileAlgorithm, v: Any, x: Any, constants: dict[str, Any], geometry: ConvGeometry, **sizes: Any
+    c: Lowering, how: TileAlgorithm, v, x, constants: dict[str, Any], geometry: ConvGeometry, **sizes
 ) -> Callable[[dict[str, int]], None]:
     """The call of an input transform, v = that of the tiles of x that `geometry` sees, to be appended for some blocks of tiles."""
     c.thread_scratch(panel_bytes(c.isa, geometry, sizes["tile_n"], how.run) + 4 * how.rows * c.isa.lanes)

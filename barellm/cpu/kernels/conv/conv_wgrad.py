@@ -123,7 +123,7 @@ class WeightGradient:
                     self._micro_kernel(pixels, *tile)
             self._store()
 
-    def _pack_dy(self, line: Value, lines: Value, column: Any, columns: Any, pixels: Value) -> None:
+    def _pack_dy(self, line, lines, column, columns, pixels) -> None:
         """packed_dy (num_rows, pixels) = dy of the K block of `lines` lines from `line` on, `columns` pixels each from `column` on;
         a vector of zeros lies behind the last pixel. Vectors may reach beyond a line: the next one overwrites that."""
         k, lanes, (P, Q) = self.k, self.k.lanes, self.geometry.output_size
@@ -141,7 +141,7 @@ class WeightGradient:
                     dst.store(tail, i * columns + vectors_end)
             dst.store(0.0, pixels)
 
-    def _micro_kernel(self, pixels: Value, row: Value, d: Value, rows: int, depths: int) -> None:
+    def _micro_kernel(self, pixels, row, d, rows: int, depths: int) -> None:
         """The partial sums of `rows` x `depths` elements of dw, from (row, d) on, += dy im2col^T over the K block's pixels, lane by
         lane."""
         k = self.k
@@ -155,7 +155,7 @@ class WeightGradient:
             for p, var in zip(dst, line, strict=True):
                 p.store(var.value)
 
-    def _partial(self, row: Value, d: Value) -> Pointer:
+    def _partial(self, row, d) -> Pointer:
         """The vector of partial sums of an element of dw."""
         return self.sums.at((row * self.max_depths + d) * self.k.lanes)
 

@@ -115,7 +115,7 @@ class WeightGradient:
                 self._macro_kernel(k.min(self.images - image, b.images), (image + line).differs(0))
             self._store()
 
-    def _pack(self, image: Value, num_images: Value, line: Value) -> None:
+    def _pack(self, image, num_images, line) -> None:
         """Pack a K block: the lines from `line` on of `num_images` images from `image` on. dy as planes; x as planes, and from
         these, transposed, pairs of positions [pair][tile_n] for each parity."""
         k, lanes = self.k, self.k.lanes
@@ -136,19 +136,19 @@ class WeightGradient:
                         for i, value in enumerate(transpose(k, vectors)):
                             dst.store_raw(value, (pair + i) * self.tile_n + v)
 
-    def _panel(self, block: Value, n: Value, parity: int) -> Pointer:
+    def _panel(self, block, n, parity: int) -> Pointer:
         """The packed x, [pair][tile_n][2], of a column block of image n of the K block, in pairs that begin at positions of
         `parity`."""
         number = (block * self.blocking.images + n) * len(self.scratch.parities) + self.scratch.parities.index(parity)
         return self.panel.as_dtype("i32").bytes(number * self.scratch.copy)
 
-    def _sums(self, row: Value, column: Value, t: int) -> Pointer:
+    def _sums(self, row, column, t: int) -> Pointer:
         """The sums (tile.mr, tile_n) of tap t of the tile at (row, column) of the work item."""
         blocks = self.blocking.columns // self.tile_n
         tile = (row // self.blocking.tile.mr * blocks + column // self.tile_n) * self.geometry.taps + t
         return self.sums.bytes(tile * (4 * self.blocking.tile.mr * self.tile_n))
 
-    def _macro_kernel(self, num_images: Value, add_previous: Value) -> None:
+    def _macro_kernel(self, num_images, add_previous) -> None:
         """The sums of all tiles and taps over a K block, plus those before where `add_previous` (i1). A tap's operand is the packed
         x, shifted."""
         k, tile = self.k, self.blocking.tile
@@ -157,7 +157,7 @@ class WeightGradient:
                 panel = self._panel(c // self.tile_n, k.int(0), shift % 2).bytes(shift // 2 * (4 * self.tile_n))
                 self._micro_kernel(self._sums(r, c, t), self.dy.at.at(r * self.dy.pitch), panel, num_images, add_previous)
 
-    def _micro_kernel(self, dst: Pointer, left: Pointer, panel: Pointer, num_images: Value, add_previous: Value) -> None:
+    def _micro_kernel(self, dst, left, panel, num_images, add_previous) -> None:
         """dst (tile.mr, tile_n) = dy x^T over the positions of a K block, plus the old dst where `add_previous` (i1). `left`: the
         packed lines of dy of the first of `num_images` images, `panel`: their VNNI pairs of x, shifted by the tap."""
         k, tile, steps = self.k, self.blocking.tile, self.steps
@@ -174,7 +174,7 @@ class WeightGradient:
         with microkernel.accumulators(k, tile, dst, self.tile_n, add_previous) as acc, k.loop(0, num_images) as n:
             src, right = left.bytes(n * left_bytes), panel.bytes(n * panel_bytes)
 
-            def pair(r: int, u: Value, src: Pointer = src) -> Value:
+            def pair(r: int, u, src=src) -> Value:
                 return k.splat(k.op("i32", f"load i32, ptr {src.bytes(u * 4 + r * row).ref}, align 4"))
 
             with k.loop(0, steps) as u:

@@ -28,7 +28,7 @@ def geometry_of(op: Conv2d | Conv2dDw, K: int, R: int, S: int) -> ConvGeometry:
 
 
 def append_conv(
-    c: Lowering, *, algorithm: str, out: Any, w: Tensor, a: Any, x: Tensor, geometry: ConvGeometry, target: OutputMap, mode: str,
+    c: Lowering, *, algorithm: str, out, w: Tensor, a, x: Tensor, geometry: ConvGeometry, target: OutputMap, mode: str,
     transposed: bool = False, taps: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
     """One convolution of x. `a()` makes the fp32 GEMM operand from the filters w when an algorithm needs it. `transposed`: w is
@@ -117,7 +117,7 @@ def reflect_pad_backward(k, dx, padded, *, images, channels, size, padding, mode
     (H, W), (top, left) = size, padding
     padded_W, padded_H = W + 2 * left, H + 2 * top
 
-    def copies(at: Value, n: int, pad: int) -> list[tuple[Value, Value]]:
+    def copies(at, n: int, pad: int) -> list[tuple[Value, Value]]:
         """(index in the padded axis, whether it exists) of a pixel and of its two reflections."""
         low, high = at > 0, at < n - 1
         return [(at + pad, k.const(1, "i1")), (pad - at, low & (at <= pad)), (pad + 2 * (n - 1) - at, high & (at >= n - 1 - pad))]

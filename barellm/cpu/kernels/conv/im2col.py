@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
-from barellm.cpu.kernel import ISA, Pointer, Value
+from barellm.cpu.kernel import ISA, Value
 from barellm.program.integers import ceil_div, round_up
 
 UNROLLED_LINE = 16  # vectors of a line that is copied without loops
@@ -82,7 +81,7 @@ class OutputLines:
         self.k, self.geometry, self.columns = k, geometry, columns
         self.plane_table, self.row_table = scratch, scratch.bytes(8 * lines)
 
-    def seek(self, group: Value, first_line: Value, num_lines: Value, first_column: Any) -> None:
+    def seek(self, group, first_line, num_lines, first_column) -> None:
         """Fill the tables for the lines [first_line, first_line + num_lines) of all images' output, from `first_column` on."""
         k, (P, _), (H, W) = self.k, self.geometry.output_size, self.geometry.input_size
         self.num_lines, self.first_column = num_lines, first_column
@@ -92,14 +91,14 @@ class OutputLines:
             for dst, value in ((self.plane_table, plane), (self.row_table, i * self.geometry.stride[0])):
                 k.line(f"store {value.typed}, ptr {dst.bytes(line * 8).ref}, align 8")
 
-    def source(self, line: Value) -> tuple[Value, Value]:
+    def source(self, line) -> tuple[Value, Value]:
         """(offset in x, input row) of a line."""
         plane, row = (
             self.k.op("i64", f"load i64, ptr {p.bytes(line * 8).ref}, align 8") for p in (self.plane_table, self.row_table)
         )
         return plane, row
 
-    def load(self, lines: LineBuffer, number: Any, line: Value, c: Value, r: Value) -> None:
+    def load(self, lines: LineBuffer, number, line, c: Value, r) -> None:
         """Line `number` of `lines` = what filter row r of channel c sees for output line `line`."""
         offsets, (H, W) = self.geometry.row_offsets, self.geometry.input_size
         step = offsets[1] - offsets[0] if len(offsets) > 1 else 0
@@ -115,7 +114,7 @@ class LineBuffer:
         self.k, self.geometry, self.x, self.at, self.outputs = k, geometry, x, at, outputs
         self.pitch = geometry.pitch(outputs, k.lanes) if pitch is None else pitch
 
-    def fill(self, number: Any, plane: Value, row: Value, first: Any) -> None:
+    def fill(self, number, plane, row, first) -> None:
         """Line `number` = input row `row` of the channel at offset `plane` of x, for outputs from column `first` on. Rows outside
         the image are zeros or mirror images."""
         k, geometry = self.k, self.geometry
@@ -146,7 +145,7 @@ class LineBuffer:
                         at = k.max(k.min(reflect_index(k, c, W), W - 1), 0)
                         dst.put(source.get(at), c - begin)
 
-    def _fill_unrolled(self, dst: Pointer, plane: Value, row: Value, begin: int, length: int) -> None:
+    def _fill_unrolled(self, dst, plane, row, begin: int, length: int) -> None:
         """`fill` of a short line of `length` elements that begins at input column `begin`, known here: no loop exit to
         mispredict."""
         k, (H, W) = self.k, self.geometry.input_size
@@ -167,7 +166,7 @@ class LineBuffer:
             for c in range(max(end, 0), length, k.lanes):
                 dst.store(zero, c)
 
-    def tap(self, number: Any, column: int, first: Any) -> Value:
+    def tap(self, number, column: int, first) -> Value:
         """What the filter's column `column` multiplies for the outputs [first, first + lanes) of a line."""
         k, stride = self.k, self.geometry.stride[1]
         start = self.geometry.column_offsets[column] - self.geometry.first_column
@@ -223,7 +222,7 @@ class Im2colTiles(OutputLines):
         self.pitch = geometry.line_length(columns)  # what a line's last vector writes too far, the next line overwrites
         self.lines = LineBuffer(k, geometry, x, scratch.bytes(_head_nbytes(k.isa, geometry, lines)), columns, self.pitch)
 
-    def load_lines(self, channel: Value, last: Value) -> None:
+    def load_lines(self, channel, last) -> None:
         """Copy the lines of the channels [channel, last): (channel, filter row, line). No tile is gathered before all are
         written: store forwarding fails for a load that overlaps several stores in flight."""
         k, rows = self.k, len(self.geometry.row_offsets)
@@ -232,7 +231,7 @@ class Im2colTiles(OutputLines):
         with k.loop(channel, last) as c, k.loop(0, rows) as r, k.loop(0, self.num_lines) as line:
             self.load(self.lines, ((c - channel) * rows + r) * self.max_lines + line, line, c, r)
 
-    def gather(self, dst: Pointer, channels: Value, pixel: Value, pixels: Value, vectors: int) -> None:
+    def gather(self, dst, channels, pixel, pixels, vectors: int) -> None:
         """dst (channels * taps, vectors * lanes) = the im2col columns of `vectors` vectors of pixels, from pixel `pixel` of the
         work item's `pixels` on. Lanes behind the last pixel repeat it."""
         k, geometry, lanes, stride = self.k, self.geometry, self.k.lanes, self.geometry.stride[1]
@@ -290,7 +289,7 @@ class Im2colPanel(OutputLines):
         self.lines = LineBuffer(k, geometry, x, scratch.bytes(tables), columns)
         self.at = scratch.bytes(tables + round_up(4 * lines * self.lines.pitch, 64))
 
-    def pack(self, channel: Value, last: Value, *, pixels: Value | None = None, zero_vectors: int = 1) -> None:
+    def pack(self, channel, last, *, pixels=None, zero_vectors: int = 1) -> None:
         """Make the im2col matrix of the channels [channel, last): load the lines of each channel and filter row, and copy each
         tap's pixels from them. `zero_vectors` vectors of zeros follow the first `pixels` of each depth (None: nothing)."""
         k, geometry, S = self.k, self.geometry, len(self.geometry.column_offsets)
@@ -309,7 +308,7 @@ class Im2colPanel(OutputLines):
                     for v in range(zero_vectors):
                         dst.store(0.0, pixels + v * k.lanes)
 
-    def _copy(self, line: Value, s: int, dst: Pointer) -> None:
+    def _copy(self, line, s: int, dst) -> None:
         """Copy what filter column s multiplies of a line to the row `dst` of the matrix."""
         k, unrolled = self.k, self.columns <= UNROLLED_COPY * self.k.lanes
         for q in range(0, self.columns, k.lanes) if unrolled else [0]:

@@ -4,7 +4,7 @@ gradient is F(3x3, 2x2) or F(3x3, 4x4)."""
 
 from collections.abc import Sequence
 
-from barellm.cpu.kernel import Pointer, Value
+from barellm.cpu.kernel import Value
 from barellm.cpu.kernels.conv import conv_tiled
 from barellm.cpu.kernels.conv.conv_tiled import TileAlgorithm, TiledConv
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Images, load_strided
@@ -115,7 +115,7 @@ def winograd_gemm(k, y, u, v, first, limit, *, images: Images, conv: TiledConv, 
     products = k.thread_scratch()
     squares = products.bytes(4 * n * n * conv.filters * width)
 
-    def output_transform(src: Pointer, tile: Value, num_tiles: Value, channel: Value) -> None:
+    def output_transform(src, tile, num_tiles, channel) -> None:
         square = [[src.load((i * n + j) * (conv.filters * width)) for j in range(n)] for i in range(n)]
         store_tiles(k, y, squares, both_ways(k, A, square), tile, num_tiles, channel, conv, mode)
 

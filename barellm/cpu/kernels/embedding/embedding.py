@@ -55,13 +55,13 @@ def sort_by_id(k, tokens, rows, low, high, *, ids_per_item: int) -> tuple[Pointe
     with k.loop(0, ids_per_item) as i:
         ends.put(k.int(0), i)
 
-    def in_range(first: Value, mask: Value | None) -> Value:
+    def in_range(first, mask) -> Value:
         """The mask of the tokens first, first + 1, ... whose ids are in [low, high)."""
         ids = tokens.load(first, mask)
         matching = (ids >= lowest) & (ids < id_end)
         return matching if mask is None else matching & mask
 
-    def append_matches(first: Value, mask: Value) -> None:
+    def append_matches(first, mask) -> None:
         """Append the rows first + lane of the mask's set lanes to `matches`, and count their ids."""
         with k.set_lanes(mask) as lane:
             row = first + lane

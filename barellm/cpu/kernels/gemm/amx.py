@@ -57,7 +57,7 @@ class TileA:
     below: Any
 
 
-def row_major(pointer: Pointer, stride: int) -> TileA:
+def row_major(pointer, stride: int) -> TileA:
     return TileA(pointer, stride, 4 * SIDE, SIDE * stride)
 
 
@@ -162,7 +162,7 @@ def multiply_column(k, out, count: int, left: Callable[[Value], Pointer], right,
     transfer_accumulators("tilestored64")
 
 
-def _corner(out: Pointer, i: int, j: int, row: int) -> tuple[tuple[str, str], tuple[str, str]]:
+def _corner(out, i: int, j: int, row: int) -> tuple[tuple[str, str], tuple[str, str]]:
     """Where an accumulator of a block with rows of `row` bytes lies, as operands of an instruction."""
     return ("ptr", out.bytes(i * SIDE * row + 4 * SIDE * j).ref), ("i64", str(row))
 
@@ -250,7 +250,7 @@ def pack_a(k, block, b, col, depth, *, stride: int, width: int, cols: int | None
     exceeds it, and tokens beyond `depth`, are zero-padded."""
     steps = k.ceil_div(depth, TILE_K)
 
-    def pack_step(s: Value, *, tail: bool) -> None:
+    def pack_step(s, *, tail: bool) -> None:
         """The tiles of TILE_K tokens; `tail`: some of them lie beyond `depth`."""
         with k.loop(0, width, SIDE) as c:
             rows = []

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from barellm.cpu.kernel import ISA, Lowering, Op, Pointer, Tensor, Value, Var, lowering
+from barellm.cpu.kernel import ISA, Lowering, Op, Tensor, Value, lowering
 from barellm.cpu.kernels.loops import accumulate, shape_of
 from barellm.program.integers import ceil_div
 
@@ -107,7 +107,7 @@ class Tile:
             for v in range(self.tiling.vectors):
                 self.k.line(f"store {self.wide} zeroinitializer, ptr {self.sum_at(r, v)}, align 4")
 
-    def count(self, panel: Pointer, begin: Value, end: Value) -> None:
+    def count(self, panel, begin, end) -> None:
         """Add the numbers of different bits in words [begin, end) of the rows and of the panel's columns to the sums: counted in
         registers, bytes (words: i32), so that end - begin is FLUSH at most, and then added to scratch."""
         k, tiling = self.k, self.tiling
@@ -131,7 +131,7 @@ class Tile:
                 before = k.op(self.wide, f"load {self.wide}, ptr {where}, align 4")
                 k.line(f"store {(before + count).typed}, ptr {where}, align 4")
 
-    def _step(self, word: Value, step: int, columns: list[Value], counts: list[Var]) -> None:
+    def _step(self, word, step: int, columns, counts) -> None:
         """counts[v] += popcount(bits of step `step` of a row's `word` xor those of the panel's columns[v])."""
         k, tiling = self.k, self.tiling
         if tiling.name == "nibbles":
@@ -152,14 +152,14 @@ class Tile:
             total = count.value + more
             count.value = total if tiling.name == "words" else self._pin(total)
 
-    def _pin(self, count: Value) -> Value:
+    def _pin(self, count) -> Value:
         """The value itself, through an empty inline assembly, which LLVM does not look into. It would add the counts of several
         steps to each other first, which shortens a chain that is not the limit, and spills a dozen registers."""
         isa = self.k.isa
         register = "w" if "neon" in isa.features else "v" if isa.masked else "x"
         return self.k.op(self.tiling.type, f'call {self.tiling.type} asm "", "={register},0"({count.typed})')
 
-    def store(self, y: Pointer, first: Value, end: Value, column: Value, *, N: int, columns: int, mode: str) -> None:
+    def store(self, y, first, end, column, *, N: int, columns: int, mode: str) -> None:
         """y (rows, N) = columns - 2 sums for rows from `first` on, below `end`, and the panel's columns, from `column` on, below N.
         `columns`: signs of a row. Only a panel that reaches beyond the last column is stored with masks: those of AVX2 take ten
         times as long."""
@@ -169,7 +169,7 @@ class Tile:
             with k.when(first + r < end):
                 dst = y.at((first + r) * N + column)
 
-                def row(masked: bool, r: int = r, dst: Pointer = dst) -> None:
+                def row(masked: bool, r: int = r, dst=dst) -> None:
                     for c in range(0, tiling.columns, k.lanes):
                         mask = k.mask_first(N - column - c) if masked else None
                         dst.store(accumulate(k, dst, c, mask, self._value(r, c, columns), mode), c, mask)

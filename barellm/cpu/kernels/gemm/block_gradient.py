@@ -67,7 +67,7 @@ def block_sparse_wgrad(k, dweight, x, dy, places, count, row_begin, *, dtype, di
     tiles = ceil_div(tiling.nr, tiling.rows)
     edges = [tiling.nr * i // tiles for i in range(tiles + 1)]
 
-    def strip(packed: Any, line: Value, i: Value) -> Any:
+    def strip(packed, line, i) -> Any:
         return packed.at((line * tiling.strips + i) * strip_units(tiling))
 
     with amx.tile_registers(k, tiling.tiles), k.when(tokens > 0), k.parallel_for(count * tiling.strips) as unit:

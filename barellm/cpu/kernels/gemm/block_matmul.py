@@ -7,10 +7,9 @@ segment. Long segments are split (split-K), and their partial sums added in orde
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 from barellm.cpu.gemm_config import Tile
-from barellm.cpu.kernel import Lowering, Op, Pointer, Tensor, Value, lowering
+from barellm.cpu.kernel import Lowering, Op, Tensor, lowering
 from barellm.cpu.kernels.gemm import amx, block_tile, microkernel
 from barellm.cpu.kernels.gemm.packing import pack_b, pack_b_transposed
 from barellm.cpu.kernels.loops import accumulate, shape_of
@@ -76,7 +75,7 @@ def block_sparse_gemm(
     wide, held = x.dtype != "fp32" and tiling.pair == 1, k.var(-1)
     own, stride = k.thread_scratch("fp32" if wide else x.dtype), own_stride(tiling, C)
 
-    def put(dst: Pointer, values: list[Value], mode: str) -> None:
+    def put(dst, values, mode: str) -> None:
         for v, value in enumerate(values):
             dst.store(accumulate(k, dst, v * k.lanes, None, value, mode), v * k.lanes)
 
@@ -114,7 +113,7 @@ def block_sparse_gemm(
                     operand = block_tile.broadcast(k, [left.at(r * stride) for r in range(rows)], 1, tiling.pair)
                     block_tile.multiply_accumulate(k, acc, operand, panel, block // tiling.pair, tiling.pair)
 
-            def finish(r: Any, values: list[Value], dst: Pointer = dst, t: Value = t, i: Value = i) -> None:
+            def finish(r, values, dst=dst, t=t, i=i) -> None:
                 """Row r of the tile goes to out, or as a partial sum to the segment's slot."""
                 with k.when(slot < 0) if slots else nullcontext():
                     put(dst.at(r * K), values, mode)

@@ -52,7 +52,7 @@ class Tiling:
         """Strips of a block."""
         return self.block // self.nr
 
-    def steps(self, depth: Any) -> Any:
+    def steps(self, depth) -> Any:
         return (depth + 1) >> 1 if self.pair == 2 else depth
 
 
@@ -74,7 +74,7 @@ def multiply_accumulate(k, acc, left: BroadcastA, panel, steps, pair: int) -> No
 def broadcast(k, rows, step: int, pair: int) -> BroadcastA:
     """The left operand whose row r starts at `rows[r]` and goes on `step` units later."""
 
-    def unit(r: int, u: Value) -> Value:
+    def unit(r: int, u) -> Value:
         p, type_ = rows[r].bytes(u * (4 * step)), "i32" if pair == 2 else "float"
         return k.splat(k.op(type_, f"load {type_}, ptr {p.ref}, align 4"))
 

@@ -10,7 +10,6 @@ For four vectors of bytes and their halves this takes two instructions to split 
 
 import struct
 from collections.abc import Iterator
-from typing import Any
 
 from barellm.cpu.kernel import Pointer, Value
 from barellm.program.quantization import BLOCK, TILE, Scheme
@@ -38,11 +37,11 @@ class Codes:
             for i, v in enumerate(how.table):
                 self.table.put(v, i)
 
-    def block(self, tile: Any, block: Any) -> Pointer:
+    def block(self, tile, block) -> Pointer:
         """The address of a block."""
         return self.p.bytes((self.k.int(tile) * self.blocks + block) * self.block_bytes)
 
-    def values(self, block: Pointer, column: Any) -> Iterator[Value]:
+    def values(self, block, column) -> Iterator[Value]:
         """The values of elements 0 to 7 of `lanes` columns from `column` of the tile on: a vector of fp32 each. It is emitted
         when it is taken, so that few of them are alive at a time."""
         k = self.k
@@ -55,7 +54,7 @@ class Codes:
         else:
             yield from self._scalar_look_up(block, column)
 
-    def pairs(self, block: Pointer, column: Any) -> Iterator[Value]:
+    def pairs(self, block, column) -> Iterator[Value]:
         """The same 4-bit codes as pairs of bf16: a vector of i32 for elements 0 and 1, and so on."""
         k = self.k
         both = k.op(self.bytes, f"load {self.bytes}, ptr {block.bytes(k.int(column) * 4).ref}, align 1")
@@ -66,7 +65,7 @@ class Codes:
                 order = [g + half + i + j for g in range(0, 4 * k.lanes, 16) for i in range(8) for j in (0, 4 * k.lanes)]
                 yield k.bitcast(k.shuffle(low, high, order), k.ivec)
 
-    def _integers(self, block: Pointer, at: Any) -> Value:
+    def _integers(self, block, at) -> Value:
         k = self.k
         small = f"<{k.lanes} x i8>"
         code = k.op(small, f"load {small}, ptr {block.bytes(at).ref}, align 1")
@@ -77,10 +76,10 @@ class Codes:
         lanes = entries if self.k.lanes == 4 else entries * (self.k.lanes // 4)
         return Value(self.k, self.bytes, "<" + ", ".join(f"i8 {v - 256 if v > 127 else v}" for v in lanes) + ">")
 
-    def _look_up(self, table: Value, codes: Value) -> Value:
+    def _look_up(self, table, codes) -> Value:
         return self.k.call(LOOK_UPS.get(self.k.lanes, NEON_LOOK_UP), self.bytes, table, codes)
 
-    def _scalar_look_up(self, block: Pointer, column: Any) -> Iterator[Value]:
+    def _scalar_look_up(self, block, column) -> Iterator[Value]:
         """One code after the other through memory, for processors that cannot look up bytes in a register."""
         k, lanes = self.k, self.k.lanes
         first = block.bytes(k.int(column) * 4)
@@ -98,11 +97,11 @@ class Scales:
     def __init__(self, k, p, groups: int) -> None:
         self.k, self.p, self.groups = k, p, groups
 
-    def load(self, tile: Any, group: Any, column: Any) -> Value:
+    def load(self, tile, group, column) -> Value:
         """The scales of a group of `lanes` columns from `column` of the tile on, as fp32, without the powers of two."""
         return self.p.load((self.k.int(tile) * (self.groups + 1) + group) * TILE + column)
 
-    def powers(self, tile: Any, column: Any) -> Value:
+    def powers(self, tile, column) -> Value:
         """The powers of two by which all scales of these columns are multiplied."""
         k = self.k
         return k.bitcast((k.to(self.load(tile, self.groups, column), k.ivec) + 127) << 23, k.vec)

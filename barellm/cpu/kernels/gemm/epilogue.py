@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
 
 from barellm.cpu.gemm_config import Tile
 from barellm.cpu.kernel import Value
@@ -34,13 +33,13 @@ class Epilogue:
         self.stride = {name: strides.get(name, cols) for name, p in matrices.items() if p is not None}
         self.bias_in_registers = [self._bias_and_mask(v) for v in range(tile.vectors)] if bias_in_registers else []
 
-    def _bias_and_mask(self, v: Any) -> tuple[Value | None, Value | None]:
+    def _bias_and_mask(self, v) -> tuple[Value | None, Value | None]:
         """Of vector v of the panel: its bias, and the mask of the columns that exist (None: all)."""
         first = self.col + v * self.k.lanes
         mask = self.k.mask_first(self.cols - first) if self.cols % self.nr else None
         return None if self.bias is None else self.bias.load(first, mask), mask
 
-    def put(self, row: Value, v: Any, x: Value) -> None:
+    def put(self, row, v, x) -> None:
         """Apply to vector v of a row and store it; v is a Python integer where `bias_in_registers`."""
         at = self._at(row, v)
         bias, mask = self.bias_in_registers[v] if self.bias_in_registers else self._bias_and_mask(v)
@@ -50,7 +49,7 @@ class Epilogue:
             x = x + self.out.load(at["out"], mask)
         self.out.store(x, at["out"], mask)
 
-    def store_row(self, row: Value, sums: list[Value]) -> None:
+    def store_row(self, row, sums) -> None:
         """Apply to all vectors of a row and store it. 16-bit vectors go in pairs: a non-temporal store of half a cache line costs
         as much as one of a whole line."""
         if self.nontemporal is None:
@@ -69,7 +68,7 @@ class Epilogue:
             store_all(self.k, self.second, pre_activations, at["second"], self.nontemporal)
         store_all(self.k, self.out, finished, at["out"], self.nontemporal)
 
-    def _at(self, row: Value, v: Any = None) -> dict[str, Value]:
+    def _at(self, row, v=None) -> dict[str, Value]:
         """The element index, in each operand, of a row's vector v of the panel, or of the panel's first column. Operands of the
         same stride share it: fewer instructions."""
         at = {stride: row * stride + self.col for stride in dict.fromkeys(self.stride.values())}
@@ -101,7 +100,7 @@ class Epilogue:
             pre_activations.append(x)
         return emitter.value(self.k, x, self.out.dtype)
 
-    def prefetch(self, row: Value) -> None:
+    def prefetch(self, row) -> None:
         """Prefetch the lines of a row of the panel that `put` or `store_row` will read or write; not those of non-temporal
         stores."""
         at = self._at(row)

@@ -40,7 +40,7 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
             self.accumulators = Pointer(k, k.alloca("float", self.tile.mr * self.nr), "fp32")
         self.deferred_epilogue = self.overlap_packing and slope and self.depth >= DEFER_DEPTH
 
-    def multiply_panel(self, panel: Pointer) -> None:
+    def multiply_panel(self, panel) -> None:
         """All rows of the item: full tiles of MR rows, which overlap the packing of the next panel, then smaller tiles. A deferred
         epilogue runs one tile late, so the last full tile's is left after the loop."""
         k, tile = self.k, self.tile
@@ -59,7 +59,7 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
         with k.loop(self.full_end, self.row_end, small.mr) as row:
             self._partial_tile(row, small, k.min(self.row_end - row, small.mr))
 
-    def _full_tile(self, row: Value) -> None:
+    def _full_tile(self, row) -> None:
         sums = self._microkernel(row, self.tile, None)
         if self.accumulators is None:
             self._epilogue_of_registers(row, sums)
@@ -68,7 +68,7 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
         if not self.deferred_epilogue:
             self._epilogue_of_rows(row, self.k.int(self.tile.mr))
 
-    def _partial_tile(self, row: Value, small: Tile, count: Value) -> None:
+    def _partial_tile(self, row, small: Tile, count) -> None:
         """`count` rows of the tile `small`; rows beyond the last recompute it."""
         sums = self._microkernel(row, small, count)
         if self.accumulators is None:
@@ -77,7 +77,7 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
         self._store_accumulators(row, sums)
         self._epilogue_of_rows(row, count)
 
-    def _microkernel(self, row: Value, tile: Tile, count: Value | None) -> list[list[Value]]:
+    def _microkernel(self, row, tile: Tile, count) -> list[list[Value]]:
         """The accumulators of `tile` from row `row` on: tile.mr rows of vectors, this KC block's sums included. `count`: how many
         of the rows exist (None: all, and only then other work is overlapped); those beyond read the last one again."""
         k = self.k
@@ -91,7 +91,7 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
             is_last_k=self.is_last_k,
         )  # fmt: skip
 
-    def _overlapped(self, row: Value, r: Value) -> None:
+    def _overlapped(self, row, r) -> None:
         """Overlapped with piece r of the micro-kernel at `row`: prefetch, the epilogue of the tile before, packing."""
         k = self.k
         with k.when(self.is_last_k) if self.is_last_k is not None else nullcontext():
@@ -107,7 +107,7 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
         if self.overlap_packing:
             self.b_panels.step()
 
-    def _accumulator_row(self, row: Value, r: Any) -> Pointer:
+    def _accumulator_row(self, row, r) -> Pointer:
         """Where the accumulators of row `row` + r of the current panel are in memory: NR fp32. With several KC blocks there are
         those of a whole work item, [panel][row][NR], else of one tile."""
         assert self.accumulators is not None
@@ -115,12 +115,12 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
             return self.accumulators.at(self.k.int(r) * self.nr)
         return self.accumulators.at(((self.panel_index - self.first_panel) * self.mc + (row - self.row_begin) + r) * self.nr)
 
-    def _store_accumulators(self, row: Value, sums: list[list[Value]]) -> None:
+    def _store_accumulators(self, row, sums) -> None:
         for r, values in enumerate(sums):
             for v, x in enumerate(values):
                 self._accumulator_row(row, 0).store(x, r * self.nr + v * self.k.lanes)
 
-    def _epilogue_of_registers(self, row: Value, sums: list[list[Value]], count: Value | None = None) -> None:
+    def _epilogue_of_registers(self, row, sums, count=None) -> None:
         """The epilogue of `count` rows, or all, from registers."""
         k = self.k
         for r, values in enumerate(sums):
@@ -128,17 +128,17 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
                 for v, x in enumerate(values):
                     self.epilogue.put(row + r, v, x)
 
-    def _epilogue_of_rows(self, row: Value, many: Value) -> None:
+    def _epilogue_of_rows(self, row, many) -> None:
         """The epilogue of rows whose accumulators are in memory, after the last KC block."""
         k = self.k
         with k.loop(0, many if self.is_last_k is None else k.select(self.is_last_k, many, 0)) as r:
             self._epilogue_of_row(row, r)
 
-    def _epilogue_of_row(self, row: Value, r: Any) -> None:
+    def _epilogue_of_row(self, row, r) -> None:
         """The epilogue of row `row` + r, from accumulators in memory."""
         k = self.k
 
-        def put(v: Any) -> None:
+        def put(v) -> None:
             self.epilogue.put(row + r, v, self._accumulator_row(row, r).load(v * k.lanes))
 
         if self.deferred_epilogue:  # all of a row at once need more registers than the next tile leaves
@@ -164,7 +164,7 @@ class AmxGemm(gemm_mainloop.GemmMainloop):
         super().run()
         amx.release(self.k)
 
-    def multiply_panel(self, panel: Pointer) -> None:
+    def multiply_panel(self, panel) -> None:
         """All rows of the item, in tiles of MR; the full ones overlap the packing of the next panel, a call a step of TILE_K."""
         k, rows = self.k, self.tile.mr
         amx.pad_panel(k, panel, self.depth_here)
@@ -175,7 +175,7 @@ class AmxGemm(gemm_mainloop.GemmMainloop):
         with k.loop(self.full_end, self.row_end, rows) as row:
             self._rows(panel, row, k.min(self.row_end - row, rows))
 
-    def _rows(self, panel: Pointer, row: Value, count: Value | None) -> None:
+    def _rows(self, panel, row, count) -> None:
         """The micro-kernel for a tile of rows, or the first `count` of one, and after the last KC block its epilogue."""
         k = self.k
         a = self.a.at(row * self.stride + self.k_block * self.kc)
@@ -202,7 +202,7 @@ class AmxGemm(gemm_mainloop.GemmMainloop):
         ):
             self.epilogue.store_row(row + r, [sums.load(r * self.nr + v * k.lanes) for v in range(self.tile.vectors)])
 
-    def _overlapped_step(self, row: Value, step: Value) -> None:
+    def _overlapped_step(self, row, step) -> None:
         """What overlaps a step of the tile at `row`: packing, and in the last KC block prefetches of C."""
         k, rows_per_step = self.k, self.tile.mr * amx.TILE_K // self.kc
         self.b_panels.step()
@@ -210,7 +210,7 @@ class AmxGemm(gemm_mainloop.GemmMainloop):
             for i in range(max(rows_per_step, 1)):
                 self.epilogue.prefetch(row + step * rows_per_step + i)
 
-    def _accumulators_of(self, row: Value) -> Pointer:
+    def _accumulators_of(self, row) -> Pointer:
         """The accumulators of a tile of rows; one set for each panel where they wait for the next K group."""
         at = (row - self.row_begin) // self.tile.mr
         if self.k_groups > 1:

@@ -53,7 +53,7 @@ class GemmMainloop(ABC):
         self.scratch, self.panel_nbytes = k.thread_scratch("i32"), packing.panel_bytes(k.isa, a.dtype, kc, self.nr)
 
     @abstractmethod
-    def multiply_panel(self, panel: Pointer) -> None:
+    def multiply_panel(self, panel) -> None:
         """Run the micro-kernel over the rows of the item with a packed B panel (KC, NR)."""
 
     def run(self) -> None:
@@ -87,7 +87,7 @@ class GemmMainloop(ABC):
             return nullcontext(self.k_begin)
         return k.loop(self.k_begin, k.min(self.k_begin + self.k_group, self.k_blocks))
 
-    def pack_next(self, calls: Value) -> None:
+    def pack_next(self, calls) -> None:
         """Pack the B panel that is needed next during this panel's full tiles, in `calls` calls of `b_panels.step`. Its id is panel
         index * k_blocks + KC block. The innermost loop that goes on decides, so it selects last."""
         k = self.k
@@ -107,21 +107,21 @@ class GemmMainloop(ABC):
             exists, next_id = exists | more_blocks, k.select(more_blocks, self.panel_id + 1, next_id)
         self.b_panels.pack_next(next_id, exists, calls)
 
-    def block_of_panel(self, panel_id: Value) -> tuple[Value, Value, Any]:
+    def block_of_panel(self, panel_id) -> tuple[Value, Value, Any]:
         """(first column, number, depth) of KC block panel_id % k_blocks of panel panel_id // k_blocks."""
         col, k_block = panel_id // self.k_blocks * self.nr, panel_id % self.k_blocks
         return col, k_block, self._kc_of((k_block + 1).equals(self.k_blocks) if self.k_blocks > 1 else None)
 
-    def _block_of(self, item: Value) -> tuple[Value, Value]:
+    def _block_of(self, item) -> tuple[Value, Value]:
         """(block of MC rows, group of panels) of a work item."""
         return microkernel.block_of_item(item, self.config, self.m_blocks, self.n_groups)
 
-    def _kc_of(self, is_last_k: Value | None) -> Any:
+    def _kc_of(self, is_last_k) -> Any:
         """The depth of a KC block; the last may be shorter."""
         last_kc = self.depth - (self.k_blocks - 1) * self.kc
         return self.depth if is_last_k is None else self.k.select(is_last_k, self.k.int(last_kc), self.kc)
 
-    def _pack(self, into: Pointer, panel_id: Value) -> packing.PackTask:
+    def _pack(self, into, panel_id) -> packing.PackTask:
         """The task that packs a KC block of a panel of the weight (`block_of_panel`)."""
         if not isinstance(self.weight, Pointer):
             return self.weight.pack(self, into, panel_id)
@@ -136,7 +136,7 @@ class GemmMainloop(ABC):
         w = self.weight.at(k_block * (kc * self.cols))
         return packing.pack_b(k, into, w, col, depth, stride=self.cols, width=self.nr, cols=ragged, columns_next=self.use_amx)
 
-    def _prefetch(self, col: Value, k_block: Value, i: Value) -> None:
+    def _prefetch(self, col, k_block, i) -> None:
         """With chunk i of the packing of KC block `k_block`: prefetch into the L2 four lines of the next panel, from column `col`
         on, packed a group later. In memory order, so that the hardware prefetcher sees a stream."""
         k, row_lines = self.k, self.k_group * self.kc * self.weight.itemsize // packing.LINE  # of a group, of one column

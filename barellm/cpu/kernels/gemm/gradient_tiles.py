@@ -29,7 +29,7 @@ def multiply(
     ragged_n = N if N % mc or width != mc else None
     packed = k.var(-1)
 
-    def pack(into: Pointer, number: Value) -> packing.PackTask:
+    def pack(into, number) -> packing.PackTask:
         """The task that packs B panel `number`, t * K + col: columns [col, col + NR) of x, KC tokens from t on."""
         t, col = number // K, number % K
         ragged = K if K % nr else None

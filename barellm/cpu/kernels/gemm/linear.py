@@ -31,7 +31,7 @@ def tokens_of(like: Tensor, rows: tuple[int, int]) -> int:
     return min(like.size // int(like.shape[-1]), rows[1])
 
 
-def views_of(**operands: Any) -> dict[str, Any]:
+def views_of(**operands) -> dict[str, Any]:
     """The constant `strides` of a GEMM with operands that are columns of wider tensors; without any there is none."""
     strides = tuple((name, stride) for name, t in operands.items() if (stride := view_stride(t)))
     return {"strides": strides} if strides else {}
@@ -70,8 +70,8 @@ def append_gemm(
 
 
 def append_weight_gradient(
-    c: Lowering, dweight: Tensor, dy: Any, x: Any, like: Tensor, mode: str, rows=(0, ALL_ROWS), squares: Tensor | None = None
-) -> None:  # fmt: skip
+    c: Lowering, dweight: Tensor, dy, x, like: Tensor, mode: str, rows=(0, ALL_ROWS), squares: Tensor | None = None
+) -> None:
     """Append the wgrad call dweight (N, K) = dy (tokens, N).T @ x (tokens, K). `like` and `rows` as in `append_gemm`. `squares`
     gets the sums of squares of the blocks of what is stored; a later call overwrites those of an earlier one."""
     N, K = (int(n) for n in dweight.shape)

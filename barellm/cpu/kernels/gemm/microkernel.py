@@ -6,7 +6,6 @@ blocking (gemm_config.py)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 from barellm.cpu.gemm_config import GemmConfig, Tile
 from barellm.cpu.kernel import Pointer, Value, Var
@@ -32,7 +31,7 @@ def microkernel(
             for i, x in enumerate(x for row in acc for x in row):
                 x.value = c_init[1].load(i * lanes)
 
-    def step(u: Value, operand: BroadcastA) -> None:
+    def step(u, operand: BroadcastA) -> None:
         rank1_update(k, acc, operand, panel, u, vnni)
 
     if prefetch is None:
@@ -99,18 +98,18 @@ def broadcast_a(k, a, rows, vnni: bool, *, depth: int, stride: int) -> tuple[Bro
     if not vnni:
         return (lambda r, u: k.splat(bases[r].get(u))), None
 
-    def load_pair(r: int, u: Value) -> Value:
+    def load_pair(r: int, u) -> Value:
         p = bases[r].bytes(u << 2)  # a pair of bf16 has 4 bytes
         return k.splat(k.op("i32", f"load i32, ptr {p.ref}, align 2"))
 
-    def load_last(r: int, u: Value) -> Value:
+    def load_last(r: int, u) -> Value:
         p = bases[r].bytes(u << 2)  # the upper half of the pair is zero
         return k.splat(k.op("i32", f"zext i16 {k.op('i16', f'load i16, ptr {p.ref}, align 2').ref} to i32"))
 
     return load_pair, load_last if depth % 2 else None
 
 
-def block_of_item(item: Value, config: GemmConfig, row_blocks: Any, column_blocks: Any) -> tuple[Value, Value]:
+def block_of_item(item, config: GemmConfig, row_blocks, column_blocks) -> tuple[Value, Value]:
     """(row block, column block) of a work item. Order "rows": consecutive items share a row block."""
     if config.order == "rows":
         return item // column_blocks, item % column_blocks

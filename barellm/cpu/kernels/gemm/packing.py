@@ -5,7 +5,6 @@ interleaved, an odd depth padded with zeros. Without one, bf16 becomes fp32 whil
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.kernels.gemm import amx
@@ -44,7 +43,7 @@ class PackTask:
             self.chunk(i)
         self.pack_tail()
 
-    def spread(self, calls: Value, wanted: Value) -> None:
+    def spread(self, calls, wanted) -> None:
         """Spread the chunks over `calls` calls of `step`; none unless `wanted`."""
         self.count = self.k.select(wanted, self.count, 0)
         self.done, self.per_call = self.k.var(0), (self.count + calls - 1) // self.k.max(calls, 1)
@@ -78,7 +77,7 @@ class PanelBuffers:
         """The buffer that the micro-kernel does not read."""
         return self.at.bytes(self.nbytes - self.offset.value)
 
-    def acquire(self, number: Value) -> Pointer:
+    def acquire(self, number) -> Pointer:
         """The packed panel `number`; packs it now unless `commit` has."""
         k = self.k
         with k.when(self.current.value.differs(number)):
@@ -88,7 +87,7 @@ class PanelBuffers:
             self.current.value, self.ready.value = number, -1
         return self.at.bytes(self.offset.value)
 
-    def pack_next(self, number: Value, wanted: Value, calls: Value) -> None:
+    def pack_next(self, number, wanted, calls) -> None:
         """Start packing the next panel, if `wanted`, in the next `calls` calls of `step`; `commit` must follow."""
         self.next, self.wanted = number, wanted & (calls > 0) & number.differs(self.current.value)
         self.packing = self.pack(self._other(), number)
@@ -117,17 +116,17 @@ def pack_b_transposed(
     out = panel.as_dtype("i32")
     depth_chunks = depth // elements
 
-    def column_of_b(i: Any) -> Pointer:
+    def column_of_b(i) -> Pointer:
         return w.at((k.min(col + i, cols - 1) if hangs_over else col + i) * stride)
 
-    def fetch_ahead(i: Value) -> None:
+    def fetch_ahead(i) -> None:
         for lead, near in ((NEAR, True), (FAR, False)):
             j = i + lead
             later = w.at((col + j // depth_chunks * lanes + i % 4 * (lanes // 4)) * stride + j % depth_chunks * elements)
             for r in range(lanes // 4):  # a line has four chunks: each prefetches a quarter of the lines
                 k.prefetch(later.at(r * stride), near=near)
 
-    def chunk(i: Value) -> None:
+    def chunk(i) -> None:
         c, d = i // depth_chunks * lanes, i % depth_chunks * elements
         (fetch or fetch_ahead)(i)
         # Vector r has in its 128-bit group g the 4 units of column 4 g + r, so that the transposed vectors have columns in order.
@@ -172,23 +171,23 @@ def pack_b(k, block, b, col, depth, *, stride: int, width: int, cols, columns_ne
     depth = k.int(depth)
     vectors = range(0, width, lanes)
 
-    def load(row: Any, v: int) -> Value:
+    def load(row, v: int) -> Value:
         mask = None if cols is None else k.mask_first(cols - (col + v))
         p = b.at(row * stride + col)
         return p.load_raw(v, mask) if pair else p.load(v, mask)
 
-    def prefetch_rows(row: Value) -> None:
+    def prefetch_rows(row) -> None:
         """Prefetch the panel's row NEAR rows ahead to L1, and to L2 what is needed later."""
         far = row * stride + col + width if columns_next else (row + FAR) * stride + col
         for at, near in (((row + NEAR) * stride + col, True), (far, False)):
             for line in range(0, width * b.itemsize, LINE):
                 k.prefetch(b.at(at).bytes(line), near=near)
 
-    def store_pair(d: Value, v: int, even: Value, odd: Value) -> None:
+    def store_pair(d, v: int, even, odd) -> None:
         """Vector v of the interleaved rows d and d + 1."""
         block.as_dtype("i32").store_raw(k.bitcast(k.interleave(even, odd), k.ivec), (d >> 1) * width + v)
 
-    def chunk(i: Value) -> None:
+    def chunk(i) -> None:
         if not pair:
             prefetch_rows(i)
             for v in vectors:
@@ -230,7 +229,7 @@ class PackedA:
         # The current block's number, -1: none; its packed groups; packed units of the next group.
         self.current, self.group, self.unit = k.var(-1), k.var(0), k.var(0)
 
-    def acquire(self, number: Value, calls: Value) -> None:
+    def acquire(self, number, calls) -> None:
         """Make block `number` current; `step` is called `calls` times in each micro-kernel. What is packed of it stays."""
         k = self.k
         with k.when(self.current.value.differs(number)):
@@ -240,7 +239,7 @@ class PackedA:
         self.groups = k.ceil_div(self.last - self.first, self.tiles * self.rows)
         self.per_call = (self.whole + calls * self.tiles - 1) // (calls * self.tiles)
 
-    def tile(self, column: Value) -> Pointer:
+    def tile(self, column) -> Pointer:
         """The packed tile that starts `column` columns after the block's first."""
         k = self.k
         with k.when(self.group.value.equals(column // (self.tiles * self.rows))):
@@ -253,7 +252,7 @@ class PackedA:
         with k.when(self.group.value < self.groups):
             self._pack_until(k.min(self.unit.value + self.per_call, self.whole))
 
-    def _pack_until(self, end: Value) -> None:
+    def _pack_until(self, end) -> None:
         """Pack the next group's units [unit, `end`), which completes the group where `end` is its last whole unit."""
         k, group = self.k, self.group.value
         columns = self._columns(group)
@@ -270,13 +269,13 @@ class PackedA:
                     self._pack_unit(col, self.whole, masked=not self.inside, half=True)
         self.group.value, self.unit.value = k.select(complete, group + 1, group), k.select(complete, 0, end)
 
-    def _columns(self, group: Value) -> list[Value]:
+    def _columns(self, group) -> list[Value]:
         """Where in b the tiles of a group start; beyond the last tile the last one is packed once more."""
         start = self.first + group * (self.tiles * self.rows)
         end = self.first + (self.last - self.first - 1) // self.rows * self.rows
         return [self.k.min(start + i * self.rows, end) for i in range(self.tiles)]
 
-    def _pack(self, columns: list[Value], u: Value, *, masked: bool = False) -> None:
+    def _pack(self, columns, u, *, masked: bool = False) -> None:
         """Pack unit u of a group's tiles and prefetch later ones. A group may begin inside a cache line and end in another: the L2
         has the first from the group before, so only the last is prefetched at distance FAR. After the last unit come those of the
         next group: a few hundred tokens are not many times FAR."""
@@ -291,7 +290,7 @@ class PackedA:
         for col in columns:
             self._pack_unit(col, u, masked=masked)
 
-    def _pack_unit(self, col: Value, u: Value, *, masked: bool, half: bool = False) -> None:
+    def _pack_unit(self, col, u, *, masked: bool, half: bool = False) -> None:
         """Pack unit u of the tile at column `col`: `rows` 32-bit words. `masked`: it may hang over the last column and is
         zero-padded; `half`: the unit is the last row of an odd depth, paired with zeros."""
         k, b, rows = self.k, self.b, self.rows
@@ -301,7 +300,7 @@ class PackedA:
         for v in range(0, rows, k.lanes):
             n = min(rows - v, k.lanes)
 
-            def load(row: Value, v: int = v, n: int = n) -> Value:
+            def load(row, v: int = v, n: int = n) -> Value:
                 p = b.at(row * self.stride + col + v)
                 if not masked:
                     return k.op(f"<{n} x {item}>", f"load <{n} x {item}>, ptr {p.ref}, align {b.itemsize}")

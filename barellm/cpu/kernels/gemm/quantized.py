@@ -10,10 +10,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
 
 from barellm.cpu.gemm_config import GemmConfig, Tile
-from barellm.cpu.kernel import ISA, Lowering, Op, Pointer, Value, lowering
+from barellm.cpu.kernel import ISA, Lowering, Op, Value, lowering
 from barellm.cpu.kernels.gemm import epilogue, gemm, gemm_mainloop, linear, packing, quantized_digits, quantized_few
 from barellm.cpu.kernels.gemm.codes import Codes, Scales
 from barellm.cpu.kernels.loops import shape_of
@@ -48,7 +47,7 @@ class QuantizedWeight:
     codes: Codes
     scales: Scales
 
-    def pack(self, loop: gemm_mainloop.GemmMainloop, into: Pointer, panel_id: Value) -> packing.PackTask:
+    def pack(self, loop: gemm_mainloop.GemmMainloop, into, panel_id) -> packing.PackTask:
         """The task that dequantizes a KC block of a panel into a packed B panel (KC, NR). A chunk is BLOCK elements of the depth of
         a vector of columns."""
         if not loop.transposed:
@@ -59,7 +58,7 @@ class QuantizedWeight:
         first, out = k_block * (loop.kc // BLOCK), into.as_dtype("i32")
         blocks = k.int(depth) // BLOCK
 
-        def dequantize(block: Value, v: Value, elements: int) -> None:
+        def dequantize(block, v, elements: int) -> None:
             """The first `elements` rows of a block, of vector v of the columns. Columns behind the last tile repeat it."""
             column = col + v * k.lanes
             tile, within = k.min(column // TILE, last_tile), column % TILE
@@ -82,11 +81,11 @@ class QuantizedWeight:
         """Elements of a row of the matrix that share a scale."""
         return self.codes.how.group or self.codes.blocks * BLOCK
 
-    def _scale(self, tile: Value, group: Value, within: Any) -> Value:
+    def _scale(self, tile, group, within) -> Value:
         """The scales of a group, of the `lanes` rows of the matrix from row `within` of a tile of rows on."""
         return self.scales.load(tile, group, within) * self.scales.powers(tile, within)
 
-    def _pack_rows(self, loop: gemm_mainloop.GemmMainloop, into: Pointer, panel_id: Value) -> packing.PackTask:
+    def _pack_rows(self, loop: gemm_mainloop.GemmMainloop, into, panel_id) -> packing.PackTask:
         """The same where the rows of the matrix are the depth. A chunk is a tile of rows and BLOCK columns, transposed in
         registers."""
         k, nr, pair, codes = loop.k, loop.nr, packing.uses_vnni(loop.k.isa, loop.a.dtype), self.codes
@@ -95,7 +94,7 @@ class QuantizedWeight:
         first, out, blocks = k_block * (loop.kc // TILE), into.as_dtype("i32"), ceil_div(nr, BLOCK)
         per_unit = 2 if pair else 1  # rows in a unit of the panel
 
-        def dequantize(tile: Value, i: Value, rows: int) -> None:
+        def dequantize(tile, i, rows: int) -> None:
             """The first `rows` rows of a tile, in the panel's block i. Columns behind the last block repeat it."""
             wanted = col // BLOCK + i
             block, at, here = k.min(wanted, codes.blocks - 1), wanted * BLOCK - col, first + tile
@@ -108,7 +107,7 @@ class QuantizedWeight:
                 for n, row in enumerate(_transposed(k, units)[: ceil_div(min(rows - within, k.lanes), per_unit)]):
                     store(row, unit + n, at)
 
-        def store(row: list[Value], unit: Value, at: Value) -> None:
+        def store(row, unit, at) -> None:
             """The columns of a unit, in vectors of them; those that are another panel's are left out."""
             width = BLOCK // len(row)
             for j, vector in enumerate(row):

@@ -10,7 +10,7 @@ Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 
 
 from dataclasses import dataclass
 
-from barellm.cpu.kernel import ISA, Pointer, Value, Var
+from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.kernels.gemm import packing, quantized_few
 from barellm.cpu.kernels.gemm.codes import LOOK_UPS
 from barellm.program.integers import ceil_div, round_up
@@ -99,7 +99,7 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
         with k.loop(0, self.rows) as row, k.loop(0, self.x_groups) as group:
             self._quantize_group(self.x.at(row * self.stride), self.digits.bytes(row * self.row_bytes), group)
 
-    def _quantize_group(self, x: Pointer, row: Pointer, group: Value) -> None:
+    def _quantize_group(self, x, row, group) -> None:
         """Quantize group `group` of a row x (depth) to fixed point and store it to `row` in scratch: digits, scale (NaN where a
         number is infinite or NaN) and -offset * sum(digits), with which the integer sums begin."""
         k, bits = self.k, BITS[self.count]
@@ -136,18 +136,18 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
             begin = k.sum(total) * -self.integers.offset
             k.line(f"store {begin.typed}, ptr {self._begin(row, group, d).ref}, align 4")
 
-    def _scale(self, row: Pointer, group: Value) -> Pointer:
+    def _scale(self, row, group) -> Pointer:
         return row.bytes(group * 4 + self.scales_at)
 
-    def _begin(self, row: Pointer, group: Value, digit: int) -> Pointer:
+    def _begin(self, row, group, digit: int) -> Pointer:
         return row.bytes(group * 4 + (self.scales_at + (digit + 1) * 4 * self.x_groups))
 
-    def _tile(self, tile: Value, rows: int) -> list[list[Value]]:
+    def _tile(self, tile, rows: int) -> list[list[Value]]:
         """The finished sums of 16 columns, a vector, of each row: [row][0]."""
         self.x_rows = [self._digits_of_row(r) for r in range(rows)]
         return super()._tile(tile, rows)
 
-    def _finish(self, tile: Value, totals: list[list[Var]]) -> list[list[Value]]:
+    def _finish(self, tile, totals) -> list[list[Value]]:
         """Also times the scale of the columns where a whole row has one."""
         if not self.how.group:
             scale = self.scales.load(tile, self.k.int(0), 0)
@@ -160,7 +160,7 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
         k = self.k
         return self.digits.bytes((k.int(row) if row == 0 else k.min(self.rows - 1, row)) * self.row_bytes)
 
-    def _multiply_group(self, tile: Value, group: Value, blocks: int, totals: list[list[Var]]) -> None:
+    def _multiply_group(self, tile, group, blocks: int, totals) -> None:
         """totals[r][0] += x @ weight over `blocks` blocks of a group of x, for the 16 columns of a tile. The product of a digit of
         the weight and one of x counts 256 to the sum of their places: there is an integer sum for each such power, and Horner's
         scheme combines them in the end."""
@@ -186,7 +186,7 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
             else:
                 total.value = k.fma(value * power, scale, total.value)
 
-    def _multiply_block(self, p: Pointer, block: Value, x_rows: list[Pointer], sums: list[list[Var]]) -> None:
+    def _multiply_block(self, p, block, x_rows, sums) -> None:
         """sums[row][place] += the byte products of block number `block`, whose codes are at p: 8 elements of 16 columns."""
         k = self.k
         for line in range(0, self.codes.block_bytes, packing.LINE):
@@ -199,7 +199,7 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
                     for place, digit in enumerate(codes):
                         row_sums[place + d].value = multiply_bytes(k, row_sums[place + d].value, digit, x)
 
-    def _load_digits(self, p: Pointer) -> list[list[Value]]:
+    def _load_digits(self, p) -> list[list[Value]]:
         """A block of the weight, its codes at p: [half][digit] vectors of unsigned bytes, a lane of 4 bytes a column: elements 0 to
         3, then 4 to 7."""
         k = self.k
@@ -213,10 +213,10 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
         halves = [both & 15, both >> 4]
         return [[self._look_up(table, x) for table in self.tables] if self.integers.table else [x] for x in halves]
 
-    def _load(self, p: Pointer) -> Value:
+    def _load(self, p) -> Value:
         return self.k.op(self.bytes, f"load {self.bytes}, ptr {p.ref}, align 1")
 
-    def _look_up(self, table: Value, codes: Value) -> Value:
+    def _look_up(self, table, codes) -> Value:
         return self.k.call(LOOK_UPS[self.k.lanes], self.bytes, table, codes)
 
 

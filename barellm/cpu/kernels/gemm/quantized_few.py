@@ -4,9 +4,8 @@ Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 
 
 from contextlib import nullcontext
 from functools import reduce
-from typing import Any
 
-from barellm.cpu.kernel import Value, Var
+from barellm.cpu.kernel import Value
 from barellm.cpu.kernels.gemm.codes import Codes, Scales
 from barellm.cpu.kernels.gemm.packing import LINE, uses_vnni
 from barellm.program.integers import ceil_div
@@ -53,7 +52,7 @@ class QuantizedSkinnyGemm:
                 copied.store(self.x.at(row * self.stride).load(c, mask), row * length + c, mask)
         self.x, self.stride = copied, length
 
-    def run(self, make_epilogue: Any) -> None:
+    def run(self, make_epilogue) -> None:
         """For each tile of 16 columns: the sums of 1, 2 or 4 rows, then the epilogue make_epilogue(first column)."""
         k, tiles = self.k, ceil_div(self.cols, TILE)
         grain = max(1, ITEM_BYTES // (self.blocks * self.codes.block_bytes))
@@ -67,7 +66,7 @@ class QuantizedSkinnyGemm:
                             for v, x in enumerate(values):
                                 epilogue.put(k.int(r), v, x)
 
-    def _tile(self, tile: Value, rows: int) -> list[list[Value]]:
+    def _tile(self, tile, rows: int) -> list[list[Value]]:
         """The finished sums of 16 columns: [row][vector], a vector for each `lanes` of them."""
         k = self.k
         totals = [[k.var_vec(0.0) for _ in range(self.vectors)] for _ in range(rows)]
@@ -79,13 +78,13 @@ class QuantizedSkinnyGemm:
             self._multiply_group(tile, k.int(whole), rest, totals)
         return self._finish(tile, totals)
 
-    def _finish(self, tile: Value, totals: list[list[Var]]) -> list[list[Value]]:
+    def _finish(self, tile, totals) -> list[list[Value]]:
         """The totals times the powers of two of their columns."""
         k = self.k
         powers = [self.scales.powers(tile, v * k.lanes) for v in range(self.vectors)]
         return [[v.value * power for v, power in zip(row, powers, strict=True)] for row in totals]
 
-    def _multiply_group(self, tile: Value, group: Value, blocks: int, totals: list[list[Var]]) -> None:
+    def _multiply_group(self, tile, group, blocks: int, totals) -> None:
         """totals[row][vector] += scale of the group * (x @ codes) over its `blocks` blocks."""
         k, rows = self.k, len(totals)
         num_chains = max(1, CHAINS // (self.vectors * rows))  # of an element
@@ -103,7 +102,7 @@ class QuantizedSkinnyGemm:
                 total = reduce(lambda a, b: a + b, [chain.value for chain in sums[r][v]])
                 totals[r][v].value = k.fma(total, scale, totals[r][v].value)
 
-    def _multiply_block(self, tile: Value, block: Value, sums: list[list[list[Var]]]) -> None:
+    def _multiply_block(self, tile, block, sums) -> None:
         """sums[row][vector][chain] += x @ codes over one block, 8 elements (or 4 pairs of bf16) of 16 columns; consecutive elements
         go to different chains."""
         k = self.k
@@ -118,7 +117,7 @@ class QuantizedSkinnyGemm:
                     chain = chains[i % len(chains)]
                     chain.value = k.dot(chain.value, left, w) if self.pair else k.fma(left, w, chain.value)
 
-    def _broadcast(self, row: int, block: Value, i: int) -> Value:
+    def _broadcast(self, row: int, block, i: int) -> Value:
         """Element i, or pair i, of a block of a row of x, in all lanes. Rows that are not there are the last one."""
         k = self.k
         last = k.int(row) if row == 0 else k.min(self.rows - 1, row)

@@ -161,7 +161,7 @@ class SkinnyGemm:
         if tiles:
             tiles.end()
 
-    def _multiply_vectors(self, column: Value) -> None:
+    def _multiply_vectors(self, column) -> None:
         """The sums of the panel from `column` on, on vector registers."""
         is_gemv = self.rows.equals(1)
         with self.k.when(is_gemv):
@@ -169,7 +169,7 @@ class SkinnyGemm:
         with self.k.otherwise(is_gemv):
             self._blocks(column)
 
-    def _gemv(self, column: Value) -> None:
+    def _gemv(self, column) -> None:
         """M = 1: `config.unroll` columns at a time over the whole depth, while the next ones are prefetched."""
         k, wide = self.k, self.config.unroll
         with k.loop(0, self.tiling.nr, wide) as c:
@@ -180,7 +180,7 @@ class SkinnyGemm:
             self._multiply([self.a], block, columns, chains, k.int(0))
             self._reduce_lanes(chains[0], self.sums.at(c))
 
-    def _blocks(self, column: Value) -> None:
+    def _blocks(self, column) -> None:
         """M > 1: for each KC block, for each micro-tile's columns of the panel, all tiles of rows."""
         k, tiling = self.k, self.tiling
         high = (self.rows + 1) // tiling.rows * tiling.rows  # rows of high tiles, the last of which may have a row less
@@ -197,7 +197,7 @@ class SkinnyGemm:
                 with k.when(high < self.rows):
                     self._micro_tile(block, read_from, high, LOW, tiles - 1)
 
-    def _next_block(self, at: Pointer, c: Value, p: Value) -> dict[str, Any]:
+    def _next_block(self, at, c: Value, p) -> dict[str, Any]:
         """`next`, `run` and `gap` of the block at column c of the panel and KC block p, whose first column is at `at`. Next come
         the columns beside it, after the panel's last ones the first of the next KC block, after the last of these the next
         panel."""
@@ -224,7 +224,7 @@ class SkinnyGemm:
         texts = [f"select {many.typed}, ptr {copy.ref}, ptr {column.ref}" for copy, column in pairs]
         return [Pointer(k, k.op("ptr", text).ref, self.a.dtype) for text in texts]
 
-    def _micro_tile(self, block: Block, columns: list[Pointer], row: Value, rows: int, tile_number: Value) -> None:
+    def _micro_tile(self, block: Block, columns, row, rows: int, tile_number) -> None:
         """The micro-kernel of one tile, number `tile_number` of the block's: `rows` rows of a from `row` on, the block's columns,
         which are read from the addresses `columns`. Rows beyond the last recompute it. Accumulators are loaded from scratch after
         the first KC block, stored there before the last, and reduced to `sums` after the last."""
@@ -252,7 +252,7 @@ class SkinnyGemm:
         """Accumulators of a micro-tile, zero: [row][column], a vector each."""
         return [[self.k.var_vec(0.0) for _ in range(columns)] for _ in range(rows)]
 
-    def _columns(self, first: Value, count: int, depth: Value) -> list[Pointer]:
+    def _columns(self, first, count: int, depth) -> list[Pointer]:
         """`count` rows of the weight, from element `depth` on; beyond the last row that one."""
         k = self.k
         at = [k.min(first + i, self.cols - 1) if self.cols % self.tiling.nr else first + i for i in range(count)]
@@ -290,7 +290,7 @@ class SkinnyGemm:
                 for c, w in enumerate(block.columns):
                     self._fma_column(xs, w.load(at, mask), chains, c)
 
-    def _multiply_unit(self, left: list[Pointer], right: list[Pointer], chains: list[list[Var]]) -> None:
+    def _multiply_unit(self, left, right, chains) -> None:
         """chains[r][c] += left[r] * right[c] over one unit: `lanes` elements, of bf16 twice as many. Without a dot product for bf16
         the even elements are multiplied, then the odd ones, as fp32."""
         k = self.k
@@ -310,7 +310,7 @@ class SkinnyGemm:
             for c, w in enumerate(right):
                 self._fma_column(xs, w.load(), chains, c)
 
-    def _prefetch(self, at: Pointer, max_bytes: int, nbytes: Value, *, one: bool) -> None:
+    def _prefetch(self, at, max_bytes: int, nbytes, *, one: bool) -> None:
         """Prefetch `nbytes` bytes (at most `max_bytes`) from `at` on, or up to twice as many lines: 1, 2, 4, ... lines at a time
         behind branches, for a well-predicted branch costs less than a loop. For a GEMV (`one`) all `max_bytes`."""
         k, first = self.k, 0
@@ -321,12 +321,12 @@ class SkinnyGemm:
                     k.prefetch(at.bytes(line * packing.LINE), near=self.config.prefetch == 1)
             first = last
 
-    def _fma_column(self, xs: list[Value], w: Value, chains: list[list[Var]], column: int) -> None:
+    def _fma_column(self, xs, w, chains, column: int) -> None:
         """chains[r][column] += xs[r] * w."""
         for x, row_chains in zip(xs, chains, strict=True):
             row_chains[column].value = self.k.fma(x, w, row_chains[column].value)
 
-    def _reduce_lanes(self, chains: list[Var], out: Pointer) -> None:
+    def _reduce_lanes(self, chains, out) -> None:
         """out[c] = the sum of the lanes of chains[c]. Stores whole vectors: what lies behind the last sum is overwritten."""
         k = self.k
         values = [chain.value for chain in chains]

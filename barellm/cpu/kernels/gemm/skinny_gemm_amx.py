@@ -5,7 +5,7 @@ thread packs x into VNNI layout (B) for itself. Accumulators are transposed in t
 along the depth, in the order of the tile instruction, so results are batch-invariant."""
 
 from barellm.cpu.gemm_config import SkinnyGemmConfig
-from barellm.cpu.kernel import ISA, Pointer, Value
+from barellm.cpu.kernel import ISA, Value
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import round_up
@@ -55,7 +55,7 @@ class SkinnyGemmAmx:
                     with k.otherwise(any_row), k.loop(0, self.depth // 2) as pair:
                         self.x.store_raw(zero, pair * width + first)
 
-    def multiply(self, column: Value, sums: Pointer, pitch: int) -> None:
+    def multiply(self, column, sums, pitch: int) -> None:
         """sums (rows, NR), row stride `pitch` elements = the columns [column, column + NR) of the result. Where they would exceed
         it, the last NR columns are computed instead, and stored so far before `sums` that each lies in its place."""
         k, side = self.k, amx.SIDE
@@ -71,7 +71,7 @@ class SkinnyGemmAmx:
                             for i, line in enumerate(square):
                                 sums.store(line, (first + i) * pitch + half)
 
-    def _multiply_tiles(self, at: Pointer, width: int) -> None:
+    def _multiply_tiles(self, at, width: int) -> None:
         """self.out (NR, width) fp32 = NR rows of the weight, from `at` on, @ the packed x, `width` rows of it. With few tiles at a
         time the weight is read nearly sequentially, which the hardware prefetcher sees. Software prefetches, where the config has
         them, fetch the NR rows behind these, most likely the thread's next work item."""

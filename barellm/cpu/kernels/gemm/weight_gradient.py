@@ -39,11 +39,11 @@ def weight_gradient(
     keep = k.keep(mode)
     nontemporal = N * K * 4 >= NONTEMPORAL_BYTES and K % nr == 0 and mode != "add"
 
-    def accumulates(t: Value) -> Value:
+    def accumulates(t) -> Value:
         """Whether the chunk of tokens that starts at t is added to dweight."""
         return t > 0 if keep is None else k.op("i1", f"or i1 {(t > 0).ref}, {keep.ref}")
 
-    def store_row(add: bool, row: Value, col: Value, sums: list[Value], masks: list[Value | None]) -> list[Value]:
+    def store_row(add: bool, row, col, sums, masks: list[Value | None]) -> list[Value]:
         """The epilogue of a row's vectors: scale, accumulate (`add`), store; returns what is stored."""
         stored = []
         for v, value in enumerate(sums):
@@ -55,12 +55,12 @@ def weight_gradient(
             stored.append(value)
         return stored
 
-    def masks_of(col: Value) -> list[Value | None]:
+    def masks_of(col) -> list[Value | None]:
         return [k.mask_first(K - col - v * k.lanes) if K % nr else None for v in range(tile.vectors)]
 
     if amx.uses_tiles(k.isa, dy.dtype):
 
-        def store_rows(t: Value, row: Value, count: Value, col: Value, sums: Pointer) -> None:
+        def store_rows(t, row, count, col, sums) -> None:
             """The epilogue of an AMX tile: of its first `count` rows, from `sums` (rows, nr) in memory."""
             adds, masks = accumulates(t), masks_of(col)
             block = None if squares is None else BlockSum(k)
@@ -84,13 +84,13 @@ def weight_gradient(
     heights = [min(mc, N - n) for n in range(0, N, mc)]
     tails = sorted({n % tile.mr for n in heights} - {0})  # rows of a block beyond its full tiles
 
-    def pack(into: Pointer, number: Value) -> packing.PackTask:
+    def pack(into, number) -> packing.PackTask:
         """The task that packs B panel `number`, t * K + col: columns [col, col + nr) of x, tokens from t on."""
         t, col = number // K, number % K
         ragged = K if K % nr else None
         return packing.pack_b(k, into, x.at(t * x_row), col, k.min(tokens - t, chunk), stride=x_row, width=nr, cols=ragged)
 
-    def block(number: Value) -> tuple[Pointer, Value, Value, Value]:
+    def block(number) -> tuple[Pointer, Value, Value, Value]:
         """Block `number` of A, t * m_blocks + m_block: (dy, first and last column of dy, tokens), from token t on."""
         t, first = number // m_blocks, number % m_blocks * mc
         return dy.at(t * dy_row), first, k.min(first + mc, N), k.min(tokens - t, chunk)
@@ -127,16 +127,16 @@ def weight_gradient(
                     b_panels.pack_next(next_id, exists, (n1 - n0) // tile.mr * calls)
                 masks = masks_of(col)
 
-                def multiply(row: Value, small: Tile, panel: Pointer = panel, col: Value = col, masks=masks) -> None:
+                def multiply(row, small: Tile, panel=panel, col=col, masks=masks) -> None:
                     """The micro-kernel and epilogue of the tile `small` (of at most MR rows) at row `row`."""
                     base = packed_a.tile(row - n0)
 
-                    def load_a(r: int, u: Value) -> Value:
+                    def load_a(r: int, u) -> Value:
                         type_ = "i32" if pair else "float"
                         p = base.bytes(u * (tile.mr * 4) + 4 * r)  # a unit has MR words of 4 bytes
                         return k.splat(k.op(type_, f"load {type_}, ptr {p.ref}, align 4"))
 
-                    def prefetch_c(r: Value) -> None:
+                    def prefetch_c(r) -> None:
                         if not prefetch:
                             return
                         target = dweight.at((row + r) * K + col)

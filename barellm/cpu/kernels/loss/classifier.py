@@ -79,7 +79,7 @@ def lower(op: Op, c: Lowering, *, gradients: bool = False) -> None:
         c.call(cross_entropy.total_loss, operands, shape_of(x), writes="loss")
 
 
-def append_logits(op: Op, c: Lowering, logits: Any, V: int, chunk: tuple[int, int], *, transposed: bool = False) -> Any:
+def append_logits(op: Op, c: Lowering, logits, V: int, chunk: tuple[int, int], *, transposed: bool = False) -> Any:
     """Append the GEMM logits (CHUNK, V) = x @ head for the rows (first, count) = `chunk` of x; the head is a weight or quantized
     codes. Returns the operand of those rows of x."""
     x, weight, width = op.x, op.inputs.get("weight"), int(op.x.shape[-1])

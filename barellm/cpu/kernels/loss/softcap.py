@@ -84,7 +84,7 @@ def weights_of(row_targets: list[Target]) -> Value:
     return sum_values([t.weight for t in row_targets])
 
 
-def sum_values(values: list[Value]) -> Value:
+def sum_values(values) -> Value:
     """The sum of scalars or vectors, added in the order of the list."""
     return sum(values[1:], values[0])
 
@@ -96,7 +96,7 @@ def log_sum_exp(k, logits, exponentials, valid: int, cap: Cap | None) -> tuple[V
     shift = highest(k, logits, valid) if cap is None else k.to(cap[0], "float")
     shift_vector = k.splat(shift)
 
-    def term(c: Any, mask: Value | None) -> Value:
+    def term(c: Any, mask) -> Value:
         e, sloped = exponential(k, logits.load(c, mask), shift_vector, cap)
         if exponentials is not None:
             exponentials.store(sloped, c, mask)
@@ -219,7 +219,7 @@ def softcap_codes(op: Op, c: Lowering) -> None:
     lower_gradients(op, c, op.y, "store", scale=op.scale)
 
 
-def lower_gradients(op: Op, c: Lowering, dlogits: Tensor, mode: str, **more: Any) -> None:
+def lower_gradients(op: Op, c: Lowering, dlogits: Tensor, mode: str, **more) -> None:
     """Call row_gradients into `dlogits`; `more`: its operand loss_scale or scale."""
     operands = {"dlogits": dlogits, "loss_scale": None, "scale": None, "row_begin": 0, "row_limit": ALL_ROWS, **more}
     constants = constants_of(op, int(op.logits.shape[-1]), op.logits) | {"mode": mode}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import Op, Pointer, Value, dims_of, kernel
+from barellm.cpu.kernel import Op, Value, dims_of, kernel
 from barellm.cpu.kernels.loops import accumulate, accumulate_scalar, columns, new_accumulators, row_grain, tree_reduce
 from barellm.program.tensor import Dim
 
@@ -41,7 +41,7 @@ def group_norm(k, y, mean, rstd, x, weight, bias, *, dims, count, channels, pixe
         (total,) = sums_over(k, M, lambda i, mask: [src.load(i, mask)], 1)
         centre = total / float(M)
 
-        def square(i: Any, mask: Value | None) -> list[Value]:
+        def square(i, mask) -> list[Value]:
             d = src.load(i, mask) - centre
             return [d * d]
 
@@ -68,13 +68,13 @@ def group_norm_dx(k, dx, dy, x, weight, mean, rstd, *, dims, count, channels, pi
         centre, inverse = mean.get(row), rstd.get(row)
         sum_dn, sum_dnn = k.var(0.0), k.var(0.0)
 
-        def normal(p: Pointer, i: Any, mask: Value | None, centre=centre, inverse=inverse) -> Value:
+        def normal(p, i, mask, centre=centre, inverse=inverse) -> Value:
             return (p.load(i, mask) - centre) * inverse
 
         with k.loop(0, group_channels) as c:
             at, w = row * M + c * pixels, weight.get(row % groups * group_channels + c)
 
-            def terms(i: Any, mask: Value | None, at=at) -> list[Value]:
+            def terms(i, mask, at=at) -> list[Value]:
                 d = dy.at(at).load(i, mask)
                 return [d, d * normal(x.at(at), i, mask)]
 
@@ -101,7 +101,7 @@ def group_norm_dparams(
             at, row = (n * channels + channel) * pixels, n * groups + channel // group_channels
             centre, inverse = mean.get(row), rstd.get(row)
 
-            def terms(i: Any, mask: Value | None, at=at, centre=centre, inverse=inverse) -> list[Value]:
+            def terms(i, mask, at=at, centre=centre, inverse=inverse) -> list[Value]:
                 d = dy.at(at).load(i, mask)
                 return [d * ((x.at(at).load(i, mask) - centre) * inverse), d]
 

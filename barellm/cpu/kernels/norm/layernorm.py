@@ -6,7 +6,7 @@ from collections.abc import Callable
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import Lowering, Op, Pointer, Value, kernel, lowering
+from barellm.cpu.kernel import Lowering, Op, Value, kernel, lowering
 from barellm.cpu.kernels import loops
 from barellm.cpu.kernels.reductions import chunks_of_rows, column_sums, lower_column_sums
 from barellm.program.ops.norm.rmsnorm import heads_of
@@ -83,7 +83,7 @@ class Normalised:
         self.src, self.scale = src, k.splat(rstd.get(row))
         self.centre = None if mean is None else k.splat(mean.get(row))
 
-    def load(self, c: Any, mask: Value | None) -> Value:
+    def load(self, c: Any, mask) -> Value:
         x = self.src.load(c, mask)
         return (x if self.centre is None else x - self.centre) * self.scale
 
@@ -98,7 +98,7 @@ class GradientOfRow:
         self.normalised = Normalised(k, row, self.x, mean, rstd)
         self.centred, self.scale = mean is not None, self.normalised.scale
 
-    def factors(self, c: Any, mask: Value | None) -> tuple[Value, Value, Value]:
+    def factors(self, c: Any, mask) -> tuple[Value, Value, Value]:
         """Vectors of dy, dn and n."""
         g = self.dy.load(c, mask)
         dn = g if self.weight is None else g * self.weight.load(c, mask)
@@ -117,12 +117,12 @@ class GradientOfRow:
         sums = row_sums(self.k, self.C, factors, of_u=self.centred)
         return [self.k.splat(total * (1.0 / self.C)) for total in sums]
 
-    def dx(self, dn: Value, n: Value, means: list[Value]) -> Value:
+    def dx(self, dn, n, means) -> Value:
         """A vector of dx from those of dn and n and the row's means."""
         # The difference first: where dn is its own mean, the result is zero and not the rounding of two products.
         return self.k.fma(-n, means[0], dn - means[1] if self.centred else dn) * self.scale
 
-    def prefetch(self, row: Pointer, c: Any, j: int) -> None:
+    def prefetch(self, row, c: Any, j: int) -> None:
         """Prefetch into L2 what the other pass reads at column c. Either pass alone would leave DRAM idle while it computes."""
         if j * self.k.lanes * row.itemsize % loops.LINE == 0:
             self.k.prefetch(row.at(c), near=False)

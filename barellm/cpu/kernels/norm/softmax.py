@@ -2,7 +2,7 @@
 
 from operator import add
 
-from barellm.cpu.kernel import Lowering, Op, Pointer, Value, kernel, lowering
+from barellm.cpu.kernel import Lowering, Op, Value, kernel, lowering
 from barellm.cpu.kernels.loops import exceeds_caches, row_grain, shape_of, write_row
 from barellm.cpu.kernels.loss.cross_entropy import highest, sum_of
 from barellm.cpu.kernels.norm.layernorm import row_sums
@@ -81,7 +81,7 @@ def long_row(k, dst, src, C: int, scale: float, nontemporal) -> None:
     and the sum of exponentials relative to it, which is rescaled when the maximum grows; a second pass recomputes them."""
     top, total = k.var(float("-inf")), k.var(0.0)
 
-    def add_block(columns: Pointer, size: int) -> None:
+    def add_block(columns, size: int) -> None:
         old_top, block_top = top.value, highest(k, columns, size)
         new_top = k.max(old_top, block_top)
         shift = k.splat(finite(k, new_top))

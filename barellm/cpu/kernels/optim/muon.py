@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import Lowering, Op, Value, lowering
+from barellm.cpu.kernel import Lowering, Op, lowering
 from barellm.cpu.kernels import loops, numbers, storage
 from barellm.cpu.kernels.gemm.gemm import gemm, gemm_scratch_bytes
 from barellm.cpu.kernels.optim.optimizer import GRAIN as UPDATE_GRAIN
@@ -22,7 +22,7 @@ from barellm.runtime.lowering import part, share
 CHAINS = 4  # independent accumulation chains
 
 
-def each_matrix(op: Op, **operands: Any) -> Iterator[dict[str, Any]]:
+def each_matrix(op: Op, **operands) -> Iterator[dict[str, Any]]:
     """Yield the operands for each matrix of the op's bank: the i-th share of every operand, None where it is None."""
     for i in range(op.matrices):
         yield {name: t if t is None else share(t, i, op.matrices) for name, t in operands.items()}
@@ -166,7 +166,7 @@ def muon_update(
     shrink, decay, size = k.splat(1.0 - decay_fp64), k.splat(decay_fp64), k.splat(lr * scale)
     weights, clip_scale = storage.Weight(k, param, param_lo), clip.get(1)
 
-    def update_range(begin: Value, end: Value, factor) -> None:
+    def update_range(begin, end, factor) -> None:
         """param -= factor(index, mask) x for the elements [begin, end), with weight decay; the factor contains lr scale."""
         for i, mask, vectors in pairs(k, begin, end):
             updated = []

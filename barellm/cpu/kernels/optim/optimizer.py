@@ -44,7 +44,7 @@ def adamw(
     for_mean, for_square = k.splat(scale * (1.0 - beta1)), k.splat(scale * (1.0 - beta2) ** 0.5)
     key = None if stream is None else random.sample_key(k, k.scalar("seed"), step, 0, stream)
 
-    def new_weight(p: Value, numerator: Value, root: Value) -> Value:
+    def new_weight(p, numerator, root) -> Value:
         """The weight after the step, from p, `numerator` = lr m^ and `root` = sqrt(v)."""
         if not cautious:
             return k.fma(p, shrink, -(numerator / k.fma(root, unbias, k.to(eps, k.vec))))
@@ -89,7 +89,7 @@ def dithered_pairs(k, begin, end, key, origin) -> Pairs:
     *_, first_words = random.shared_words(k, key, (origin + begin) // width)
     next_words = [k.var(word) for word in first_words]
 
-    def block(first: Value, *, masked: bool) -> Pairs:
+    def block(first, *, masked: bool) -> Pairs:
         """The elements first .. first + width, where `masked` only those before `end`; it generates the next words."""
         words = [word.value for word in next_words]
         generator = random.shared_words(k, key, (origin + first) // width + 1)

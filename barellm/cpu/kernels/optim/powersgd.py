@@ -167,7 +167,7 @@ def feedback(k, grad, error, left_own, left_total, right_own, right_total, clip,
     the norm is not finite."""
     clip_scale, tile_rows = clip.get(1), TALL[k.isa.registers]
 
-    def update_tile(i: Value, height: int, columns: list[tuple[Any, Value | None]]) -> None:
+    def update_tile(i, height: int, columns: list[tuple[Any, Value | None]]) -> None:
         """Update error and grad in rows [i, i + height) x the vectors `columns`, (first column, mask) each, in registers."""
         offsets = [[((i + a) * cols + c, mask) for c, mask in columns] for a in range(height)]
         residuals = [[k.var(grad.load(*x) + error.load(*x)) for x in row] for row in offsets]
@@ -184,7 +184,7 @@ def feedback(k, grad, error, left_own, left_total, right_own, right_total, clip,
                 error.store(residual.value, *x)
                 grad.store(product.value, *x)
 
-    def update_strip(begin: Value, end: Value, columns: list[tuple[Any, Value | None]]) -> None:
+    def update_strip(begin, end, columns: list[tuple[Any, Value | None]]) -> None:
         """Update all rows of a work item for some columns, so that the right factors' columns stay cached."""
         for i, height in groups(k, begin, end, tile_rows):
             update_tile(i, height, columns)

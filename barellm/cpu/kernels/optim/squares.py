@@ -3,9 +3,8 @@
 Each column of a block is one accumulation chain over its rows in both, so both give the same bits."""
 
 from operator import add
-from typing import Any
 
-from barellm.cpu.kernel import Lowering, Op, Pointer, Value, lowering
+from barellm.cpu.kernel import Lowering, Op, Value, lowering
 from barellm.cpu.kernels.loops import new_accumulators, tree_reduce
 from barellm.program.ops.gemm.block_squares import BLOCK
 
@@ -16,16 +15,16 @@ class BlockSum:
     def __init__(self, k) -> None:
         self.k, self.chains = k, new_accumulators(k, BLOCK // k.lanes)
 
-    def add_row(self, values: list[Value]) -> None:
+    def add_row(self, values) -> None:
         """Add a row of a block: vectors, with zeros beyond the matrix's columns."""
         for chain, x in zip(self.chains, values, strict=True):
             chain.value = self.k.fma(x, x, chain.value)
 
-    def put(self, partials: Pointer, number: Value) -> None:
+    def put(self, partials, number) -> None:
         partials.put(self.k.sum(tree_reduce(self.chains, add)), number)
 
 
-def block_number(row: Value, col: Value, columns: Any) -> Value:
+def block_number(row, col, columns) -> Value:
     """The index of the block that begins at `row` and `col` of a matrix of `columns` columns."""
     return row // BLOCK * ((columns + (BLOCK - 1)) // BLOCK) + col // BLOCK
 

@@ -19,7 +19,7 @@ from math import lcm
 from typing import Any
 
 from barellm.cpu.gemm_config import MC, Tile, default_kc, default_tile
-from barellm.cpu.kernel import ISA, Lowering, Op, Pointer, Value, lowering
+from barellm.cpu.kernel import ISA, Lowering, Op, Value, lowering
 from barellm.cpu.kernels.gemm import packing
 from barellm.cpu.kernels.gemm.microkernel import broadcast_a, microkernel
 from barellm.cpu.kernels.numbers import bits, number
@@ -42,11 +42,11 @@ def symmetric_gemm(k, out, x, linear, square, *, n: int, depth: int, columns: bo
     a_nbytes = packing.panel_bytes(k.isa, x.dtype, kc, a_width) if columns else 0
     accumulators = scratch.bytes(2 * nbytes + 2 * a_nbytes).as_dtype("fp32")
 
-    def kc_of(p: Value) -> Any:
+    def kc_of(p) -> Any:
         """The depth of KC block p: the last one takes the remainder."""
         return k.select((p + 1).equals(k_blocks), k.int(depth - (k_blocks - 1) * kc), kc) if k_blocks > 1 else depth
 
-    def pack_b_panel(into: Pointer, panel_id: Value) -> packing.PackTask:
+    def pack_b_panel(into, panel_id) -> packing.PackTask:
         """The steps that pack B panel `panel_id` (panel index * k_blocks + KC block) into `into`."""
         col, p = panel_id // k_blocks * nr, panel_id % k_blocks
         if columns or polynomial:
@@ -55,7 +55,7 @@ def symmetric_gemm(k, out, x, linear, square, *, n: int, depth: int, columns: bo
         even = kc % 8 == 0 and depth % 8 == 0
         return packing.pack_b_transposed(k, into, x.at(p * kc), col, cols=n, stride=depth, depth=kc_of(p), even=even, nr=nr)
 
-    def pack_a(into: Pointer, panel_id: Value) -> packing.PackTask:
+    def pack_a(into, panel_id) -> packing.PackTask:
         """The steps that pack A panel `panel_id` (first column of x * k_blocks + KC block) into `into`: `a_width` columns of x."""
         p = panel_id % k_blocks
         return packing.pack_b(k, into, x.at(p * (kc * n)), panel_id // k_blocks, kc_of(p), stride=n, width=a_width, cols=n)
@@ -63,7 +63,7 @@ def symmetric_gemm(k, out, x, linear, square, *, n: int, depth: int, columns: bo
     b_panels = packing.PanelBuffers(k, scratch, nbytes, pack_b_panel)
     a_panels = packing.PanelBuffers(k, scratch.bytes(2 * nbytes), a_nbytes, pack_a)
 
-    def tile_syrk(row: Value, base: Value, first: Value, panel: Pointer, p: Value, a_panel: Pointer | None) -> None:
+    def tile_syrk(row, base, first, panel, p, a_panel) -> None:
         """Add KC block p of x x^T to the tile of rows [row, row + MR) and the columns of B's `panel`: p = 0 starts the sums in
         `accumulators` (fp32, rows of NR from the item's row `first` on), later blocks continue them. `a_panel`: packed rows of A
         from `base` on; None: A is read from x, (n, depth)."""
@@ -77,11 +77,11 @@ def symmetric_gemm(k, out, x, linear, square, *, n: int, depth: int, columns: bo
         else:
             a_row = a_panel.at(row - base)
 
-            def load_a(r: int, u: Value) -> Value:
+            def load_a(r: int, u) -> Value:
                 type_ = "i32" if vnni else "float"
                 return k.splat(k.op(type_, f"load {type_}, ptr {a_row.at(u * a_width + r).ref}, align 4"))
 
-        def pack_step(_: Value) -> None:
+        def pack_step(_) -> None:
             b_panels.step()
             if a_panel is not None:
                 a_panels.step()
@@ -130,7 +130,7 @@ def _store(k, out, x, accumulators, n: int, first, last, col, nr: int, factors: 
     `lanes` x `lanes`. `factors`: vectors (linear, square) of the polynomial; None: the sums are the result."""
     lanes = k.lanes
 
-    def store_square(row: Value, column: Value, masked: bool) -> None:
+    def store_square(row, column, masked: bool) -> None:
         """Store the square at row `row` and column `column`, and its transpose. `masked`: it may reach beyond the edges."""
         mask = k.mask_first(n - column) if masked else None
         values = []
@@ -145,7 +145,7 @@ def _store(k, out, x, accumulators, n: int, first, last, col, nr: int, factors: 
         for r, value in enumerate(transpose(k, values)):
             store_vector(column + r, row, value, k.int(n) if masked else None, last - row)
 
-    def store_vector(row: Value, column: Value, value: Value, end: Value | None, width: Value) -> None:
+    def store_vector(row, column, value, end, width) -> None:
         """Store a vector of row `row` from `column` on; with an `end`, only if the row is before it, and only `width` elements."""
         if end is None:
             out.store(value, row * n + column)
@@ -179,7 +179,7 @@ def thread_scratch_bytes(isa: ISA, dtype: str, depth: int, tile: Tile, *, column
     return 2 * packing.panel_bytes(isa, dtype, kc, tile.nr(isa)) + 2 * a_nbytes + rows * tile.nr(isa) * 4
 
 
-def _lower(op: Op, c: Lowering, out: Any, x: Any, *, depth: int, columns: bool = False, **factors: Any) -> None:
+def _lower(op: Op, c: Lowering, out, x, *, depth: int, columns: bool = False, **factors) -> None:
     """Call symmetric_gemm once for each matrix of the op's bank; `factors`: linear and square of a polynomial, as bits."""
     n = int(out.shape[1])
     tile = tile_of(c.isa, x.dtype, n)

@@ -20,11 +20,11 @@ class Emitter:
     long: bool = False
     fused: Callable[[Builder, Value, str], tuple[Value, Value]] | None = None  # value and slope for less than one by one
 
-    def both(self, k: Builder, x: Value, dtype: str) -> tuple[Value, Value]:
+    def both(self, k, x, dtype: str) -> tuple[Value, Value]:
         return self.fused(k, x, dtype) if self.fused else (self.value(k, x, dtype), self.slope(k, x, dtype))
 
 
-def _relu2(k: Builder, x: Value, dtype: str) -> Value:
+def _relu2(k, x, dtype: str) -> Value:
     x = k.max(0.0, x)  # of a number and a NaN the second: NaN stays
     return x * x
 

@@ -62,7 +62,7 @@ def gate_logits_backward(
                 src, d = (x, extra)[i], (dx, dextra)[i].at(row * dstrides[i])
                 value, total, w = src.at(row * strides[i]).load(c, mask), k.var_vec(0.0), starts[i] + c
 
-                def add_gate(n: Any, v=v, value=value, total=total, w=w, mask=mask) -> None:
+                def add_gate(n, v=v, value=value, total=total, w=w, mask=mask) -> None:
                     """Add gate n's part of dx, and of its row of dweight, for vector v of a row."""
                     gate_dz = k.splat(dz_row.get(n))
                     total.value = k.fma(gate_dz, weight.load(n * K + w, mask), total.value)
@@ -144,7 +144,7 @@ def gated(k, y, base, x, z, factor, *, batch, seq, C, N, strides, scale, squash,
         dst, base_row = y.at(row * C), None if base is None else base.at(row * stride["base"])
         source = x.at((row - shift) * stride["x"])
 
-        def write_group(n: Value, *, has_source: bool) -> None:
+        def write_group(n, *, has_source: bool) -> None:
             """Write the columns of group n of this row; without a source (the first `shift` positions) y = base, or zero."""
             gate = k.splat(gates.get(n))
             for c, mask, put in loops.write_row(k, dst.at(n * D), D, nontemporal=nontemporal):
@@ -197,10 +197,10 @@ def gated_backward(k, partials, dx, dz, dy, x, z, factor, *, batch, seq, C, N, s
             logits, dz_row = z.at(row * N), dz.at(row * N)
             dy_row, src, dst_row = (dy.at(row * C), x.at((row - shift) * stride["x"]), dx.at((row - shift) * stride["dx"]))
 
-            def store_dz(c: Any, mask: Value | None, value: Any, dz_row=dz_row) -> None:
+            def store_dz(c: Any, mask, value, dz_row=dz_row) -> None:
                 dz_row.store(loops.accumulate(k, dz_row, c, mask, k.to(value, k.vec), modes[1]), c, mask)
 
-            def group(n: Value, dy_row=dy_row, src=src, dst_row=dst_row) -> None:
+            def group(n, dy_row=dy_row, src=src, dst_row=dst_row) -> None:
                 """Write dx of the columns of gate n, and dots[n] = their sum of dy x, which dz needs, in one pass over them."""
                 gate, sums = k.splat(gates.get(n)) * factor_scale, loops.new_accumulators(k, loops.ROW_UNROLL)
                 chains = cycle(range(loops.ROW_UNROLL))  # consecutive vectors go to different accumulators

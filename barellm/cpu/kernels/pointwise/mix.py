@@ -57,7 +57,7 @@ def mix_backward(k, partials, dx0, dx1, dx2, dx3, dy, x0, x1, x2, x3, k0, k1, k2
     with reductions.chunks_of_rows(k, partials, rows, 1, len(learned)) as (dst, first, last):
         sums = [loops.new_accumulators(k, CHAINS) for _ in learned]
 
-        def gradients(i: Any, mask: Value | None, chain: int) -> list[Value]:
+        def gradients(i, mask, chain: int) -> list[Value]:
             """The vectors of all dx from element i on; adds dy x to accumulator `chain` of each learned coefficient."""
             prefetch_streams(k, i, [dy, *(xs[t] for t in learned)])
             d = dy.load(i, mask)

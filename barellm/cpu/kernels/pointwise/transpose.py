@@ -30,14 +30,14 @@ class Squares:
     def __init__(self, k, rows: int, columns: int, load: Load, store: Store) -> None:
         self.k, self.rows, self.columns, self.load, self.store = k, rows, columns, load, store
 
-    def inner(self, r: Value, c: Value) -> None:
+    def inner(self, r, c: Value) -> None:
         """A full square."""
         src, dst = r * self.columns + c, c * self.rows + r
         lines = [self.load(src, i * self.columns, None) for i in range(self.k.lanes)]
         for i, v in enumerate(transpose(self.k, lines)):
             self.store(v, dst, i * self.rows, None)
 
-    def edge(self, r: Value, c: Value) -> None:
+    def edge(self, r, c: Value) -> None:
         """A partial square at an edge: rows beyond the last are read from it, and not stored."""
         k, dst = self.k, c * self.rows + r
         x_mask, y_mask = k.mask_first(self.columns - c), k.mask_first(self.rows - r)
@@ -78,21 +78,21 @@ def transpose_plane(k, y, x, *, rows, columns) -> None:
     halves, side = y.itemsize == 2, k.lanes * 4 // y.itemsize
     nontemporal = rows * y.itemsize % loops.LINE == 0 and rows * columns * y.itemsize > loops.STREAM_BYTES
 
-    def load(src: Any, further: int, mask: Value | None) -> Value:
+    def load(src, further: int, mask) -> Value:
         """The vector at element src + further of x, in 32-bit lanes."""
         v = x.at(src).load_raw(further, mask)
         return k.op(k.ivec, f"zext {v.typed} to {k.ivec}") if halves else v
 
-    def store(v: Value, dst: Any, further: int, mask: Value | None) -> None:
+    def store(v, dst, further: int, mask) -> None:
         """Store 32-bit lanes as elements, from element dst + further of y on."""
         y.at(dst).store_raw(k.to(v, f"<{k.lanes} x i16>") if halves else v, further, mask)
 
-    def store_vector(v: Value, dst: Any, further: int, mask: Value | None = None) -> None:
+    def store_vector(v, dst, further: int, mask=None) -> None:
         """Store a full vector of 32-bit lanes, whatever they hold."""
         attributes = f"align {4 * k.lanes}, !nontemporal !0" if nontemporal else f"align {y.itemsize}"
         k.line(f"store {v.typed}, ptr {y.at(dst).at(further).ref}, {attributes}")
 
-    def transpose_pairs(r: Value, c: Value) -> None:
+    def transpose_pairs(r, c: Value) -> None:
         """A full square of 16-bit elements. A 32-bit lane of a row holds two columns; the lanes of two rows are recombined so that
         each holds one column of both rows. Then squares of lanes are transposed, of the even columns and of the odd ones."""
         src, dst = x.at(r * columns + c), c * rows + r
@@ -105,7 +105,7 @@ def transpose_plane(k, y, x, *, rows, columns) -> None:
 
     masked = Squares(k, rows, columns, load, store)
 
-    def transpose_edge(r: Value, c: Value) -> None:
+    def transpose_edge(r, c: Value) -> None:
         """A partial square of 16-bit elements, by squares of 32-bit lanes."""
         with k.loop(r, k.min(r + side, rows), k.lanes) as i, k.loop(c, k.min(c + side, columns), k.lanes) as j:
             masked.edge(i, j)
@@ -119,10 +119,10 @@ def transpose_add(k, y, y_lo, x, x_lo, *, rows, columns) -> None:
     """y += x^T in fp32, for any storage format of x and y (`_lo`: low planes, or None), by squares of `lanes` x `lanes`."""
     src, dst = storage.Weight(k, x, x_lo), storage.Weight(k, y, y_lo)
 
-    def load(offset: Any, further: int, mask: Value | None) -> Value:
+    def load(offset, further: int, mask) -> Value:
         return src.load(offset + further, mask)
 
-    def store(v: Value, offset: Any, further: int, mask: Value | None) -> None:
+    def store(v, offset, further: int, mask) -> None:
         dst.store(dst.load(offset + further, mask) + v, offset + further, mask)
 
     squares = Squares(k, rows, columns, load, store)
