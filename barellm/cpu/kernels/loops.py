@@ -69,6 +69,17 @@ def blocks(k, C: int, width: int) -> Iterator[tuple[Any, int]]:
         yield C // width, C % width
 
 
+def pieces(k, n: int, step: int) -> Iterator[tuple[Any, int]]:
+    """`for first, size in pieces(...)`: [0, n) in pieces of `step`, then the shorter rest. The body is emitted for each kind that
+    exists: `first` is a Value in the loop, and an integer in the rest."""
+    full_end = n - n % step
+    if full_end:
+        with k.loop(0, full_end, step) as first:
+            yield first, step
+    if full_end < n:
+        yield full_end, n - full_end
+
+
 def fill(k, out, value, n: int) -> None:
     """The first `n` elements of `out`, a number of the code, become `value`."""
     for c, mask, _ in columns(k, n):
@@ -186,7 +197,7 @@ def write_row(k, out, C: int, *, nontemporal, mode: str = "store", unrolled: boo
     full_end = C - C % step
     results: list[Value] = []
 
-    def put(c: Any, mask, value) -> None:
+    def put(c, mask, value) -> None:
         results.append(accumulate(k, out, c, mask, value, mode))
 
     def group(first) -> Written:
@@ -230,7 +241,7 @@ def write_rows(k, rows, F: int, outs: list[tuple[Pointer, int, str]], *, lines: 
     def columns(row_outs) -> Written:
         results: list[list[Value]] = []
 
-        def put(c: Any, mask, *values) -> None:
+        def put(c, mask, *values) -> None:
             triples = zip(row_outs, values, outs, strict=True)
             results.append([accumulate(k, p, c, mask, value, mode) for p, value, (_, _, mode) in triples])
 

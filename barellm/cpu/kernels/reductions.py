@@ -43,7 +43,7 @@ def column_sums(k, partials, rows, C: int, count: int) -> Iterator[tuple[Value, 
     with chunks_of_rows(k, partials, rows, C, count) as (dst, begin, end), k.loop(begin, end) as row:
         assert dst is not None
 
-        def add_terms(c: Any, mask, *terms) -> None:
+        def add_terms(c, mask, *terms) -> None:
             for t, value in enumerate(terms):
                 dst.store(dst.load(t * C + c, mask) + value, t * C + c, mask)
 

@@ -18,9 +18,9 @@ def round_to_tiles(k, g, num_keys) -> Value:
 
 
 def row_pairs(k, g, partly_masked, make_mask: Callable[[], LaneMask]) -> Iterator[tuple[Value, LaneMask | None]]:
-    """(first row, mask) of each row pair of a tile: a loop as those of loops.py, emitted twice. The mask is None in the loop for
-    tiles that all queries see entirely; a tile that is `partly_masked` (i1, at run time) takes the other, whose mask is that of
-    make_mask()."""
+    """(first row, mask) of each VNNI pair of rows of a register tile of scores in memory: a loop as those of loops.py, whose body
+    is emitted twice. Tiles that are `partly_masked` (i1, at run time) take the copy with is_visible of make_mask() (`tile_mask`),
+    others the one without a mask (None)."""
     with k.when(partly_masked):
         is_visible = make_mask()
         with k.loop(0, g.rows, ROW_PAIR) as r:
@@ -30,9 +30,10 @@ def row_pairs(k, g, partly_masked, make_mask: Callable[[], LaneMask]) -> Iterato
 
 
 def score_key_block_amx(k, g, s, transposed, begin, num_keys, tile_mask: TileMask, capped: Callable[[Value], Value]) -> list[Value]:
-    """s["p"] (keys, queries) = capped(K Q^T) of the packed keys [begin, num_keys) of a block, -infinity where a query does not see
-    a key. Returns each query's largest score, g.vectors vectors. `transposed`: the packed queries; tile_mask(j): the mask of the
-    tile of keys from j on."""
+    """`score_key_block` of attention_forward.py on AMX: s["p"] [key][g.queries] fp32 = capped(K Q^T) of the packed keys [begin,
+    num_keys), -infinity where a query does not see a key. The tile registers leave a tile of scores in memory (L1), and a second
+    pass over its rows masks it and finds the maximum. `transposed`: Q, written by `transpose_tile`; tile_mask(j): `tile_mask` of
+    the tile from row j on. Returns each query's largest score, g.vectors vectors."""
     top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
     with k.loop(begin, num_keys, g.rows) as j:
         target = s["p"].at(j * g.queries)

@@ -18,7 +18,7 @@ from contextlib import nullcontext
 
 from barellm.cpu.kernel import Lowering, Op, Value, lowering, part
 from barellm.cpu.kernels.attention import attention_microkernels as micro
-from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead, scratch_units
+from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead, query_heads, scratch_units
 from barellm.cpu.kernels.attention.attention_backward_windowed import CHUNK, attention_backward_windowed
 from barellm.cpu.kernels.attention.attention_mask import dense_constants
 from barellm.cpu.kernels.attention.attention_single_block import attention_backward_single_block, backward_units, fits_single_block
@@ -29,7 +29,8 @@ SMALL_KEY_BLOCK = 64  # of a work item of two passes, where those of KEY_BLOCK a
 
 
 def attention_delta(k, delta, out, dout, *, batch, seq, heads, D, mask_spec) -> None:
-    """delta (B, heads, T) = sum(dout * out) over each head's D channels; out and dout are (B, T, heads * D)."""
+    """delta (B, heads, T) fp32 = the sum over each head's D channels of dout * out, both (B, T, heads * D): the term that the
+    softmax's gradient subtracts."""
     C, T = heads * D, mask_spec.length(k, seq)
     with k.parallel_range(micro.runtime_size(k, batch) * T, 32) as (begin, end), k.loop(begin, end) as token:
         target = delta.at(token // T * (heads * T) + token % T)
@@ -52,9 +53,10 @@ def use_one_pass(k, items) -> Value:
 def attention_backward_dkdv(
     k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream, *, batch, modes, heads, kv_heads, D, **shape
 ) -> None:
-    """Compute dk and dv, and in one pass also dq. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v, dq,
-    dk, dv. `starts`, `stream`: as in attention_forward.attention. A work item is a head of keys, or one of its blocks of keys, for
-    all heads of queries that share it: of a group of several, dk and dv are cleared by the first and stored by the last."""
+    """The kernel: dkeys and dvalues (B, T, kv_heads * D), and in one pass also dq. A work item is a head of keys (one pass), or one
+    of its blocks of keys, for all query heads that share it: the first of a group of several zeroes the accumulators s["dk"] and
+    s["dv"], the last stores them. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v, dq, dk, dv; `starts`,
+    `stream`: as in attention_forward.attention."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
     T, count = shape["mask_spec"].length(k, shape["seq"]), micro.runtime_size(k, batch) * kv_heads  # heads of keys
     is_one_pass = use_one_pass(k, count)
@@ -69,44 +71,52 @@ def attention_backward_dkdv(
         # The first block is the longest: long and short ones alternate, for a thread's items are adjacent.
         start = k.select((position & 1).equals(0), position >> 1, per_head - 1 - (position >> 1))
         stop = k.select(is_one_pass, blocks, start + 1)
-        with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as group_index:
+        with query_heads(k, group) as group_index:
             h = BackwardHead(
                 k, operands, index // kv_heads, index % kv_heads * group + group_index,
                 heads=heads, kv_heads=kv_heads, D=D, **shape,
             )  # fmt: skip
             g, s = h.g, h.s
-            first, last = (None, None) if group == 1 else (group_index.equals(0), group_index.equals(group - 1))
+            is_first, is_last = (None, None) if group == 1 else (group_index.equals(0), group_index.equals(group - 1))
             with k.when(is_one_pass):
                 micro.clear(k, s["dq"], k.ceil_div(T, g.queries) * (g.acc_rows * g.queries))
             with k.loop(start, stop) as block:
                 j0 = block * step
-                sums = [
+                dk, dv = (
                     s[name] if group == 1 else s[name].at((block - start) * (micro.KEY_BLOCK * g.padded_D)) for name in ("dk", "dv")
-                ]
-                packed_keys = h.pack_keys(j0, step)
-                with k.when(is_one_pass):
-                    micro.pack_left(k, g, s["k_rows"], packed_keys, s["k"])
-                with nullcontext() if first is None else k.when(first):
-                    for acc in sums:
-                        micro.clear(k, acc, micro.round_up(k, packed_keys, g.rows) * g.padded_D)
-                with k.loop(h.first_query(j0), T, g.queries) as t:
-                    shift, deltas = h.pack_queries(t, vnni=True)
-                    num_keys = h.num_keys(j0, packed_keys, t)
-                    h.probabilities(j0, t, 0, num_keys, shift, deltas, for_dkdv=True)
-                    h.add_dkdv(0, num_keys, sums[0], sums[1])
-                    with k.when(is_one_pass):
-                        h.add_dq(0, num_keys, s["dq"].at(t * g.acc_rows))
-                with nullcontext() if last is None else k.when(last):
-                    h.store_dkdv(j0, packed_keys, sums[0], sums[1], (add[1], add[2]))
+                )
+                add_key_block(k, h, T, j0, step, dk, dv, (add[1], add[2]), is_one_pass, is_first, is_last)
             with k.when(is_one_pass), k.loop(0, T, g.queries) as t:
                 h.store_dq(t, s["dq"].at(t * g.acc_rows), add[0])
+
+
+def add_key_block(k, h: BackwardHead, T, j0, step, dk, dv, add, is_one_pass, is_first, is_last) -> None:
+    """One query head `h` x the `step` keys from j0 on: adds to the accumulators dk and dv [key][g.padded_D] fp32, and where
+    `is_one_pass` (i1) dQ^T of each group of the T queries to h.s["dq"]. `is_first`, `is_last` (i1; None for a group of one head):
+    zero the accumulators before, store them behind; `add` (of dk, of dv): whether (i1) to add to what is in memory."""
+    g, s = h.g, h.s
+    packed_keys = h.pack_keys(j0, step)
+    with k.when(is_one_pass):
+        micro.pack_left(k, g, s["k_rows"], packed_keys, s["k"])
+    with nullcontext() if is_first is None else k.when(is_first):
+        for acc in (dk, dv):
+            micro.clear(k, acc, micro.round_up(k, packed_keys, g.rows) * g.padded_D)
+    with k.loop(h.first_query(j0), T, g.queries) as t:
+        shift, deltas = h.pack_queries(t, vnni=True)
+        num_keys = h.num_keys(j0, packed_keys, t)
+        h.probabilities(j0, t, 0, num_keys, shift, deltas, for_dkdv=True)
+        h.add_dkdv(0, num_keys, dk, dv)
+        with k.when(is_one_pass):
+            h.add_dq(0, num_keys, s["dq"].at(t * g.acc_rows))
+    with nullcontext() if is_last is None else k.when(is_last):
+        h.store_dkdv(j0, packed_keys, dk, dv, add)
 
 
 def attention_backward_dq(
     k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream, *, batch, modes, heads, kv_heads, D, **shape
 ) -> None:
-    """Compute dq, unless one pass did: then there are no items. A work item is a group of queries of a head. Parameters as in
-    `attention_backward_dkdv`."""
+    """The kernel: dq (B, T, heads * D), unless one pass did: then there are no items. A work item is a group of queries of a head,
+    which accumulates dQ^T in s["dq"] over all blocks of keys. Parameters as in `attention_backward_dkdv`."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
     T, sequences = shape["mask_spec"].length(k, shape["seq"]), micro.runtime_size(k, batch)
     geometry = micro.Geometry.of(k.isa, q.dtype, D)
@@ -133,7 +143,8 @@ def attention_backward_dq(
 
 @lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv", also={"starts": "i32"})
 def lower_attention_backward(op: Op, c: Lowering) -> None:
-    """Call delta, then the schedule: one block for short sequences, windowed, or both passes, between which the kernels choose."""
+    """Append `attention_delta`, then the schedule: one block for short sequences, windowed, or both passes, between which the
+    kernels choose at run time."""
     shape, length = dense_constants(op), op.fold * int(op.out.shape[1])
     shape["strides"] += tuple(t.row_stride for t in (op.dq, op.dk, op.dv))
     modes = tuple(op.modes[name] for name in ("dq", "dk", "dv"))

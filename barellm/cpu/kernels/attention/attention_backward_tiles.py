@@ -4,7 +4,8 @@ Shapes and formulas are those of attention_backward.py (P, dS, M = dropout multi
 attention_microkernels.py: `g`, the geometry; `s`, scratch blocks by name; `t`, the first query of a group of g.queries; `j0`, the
 first key of a block of KEY_BLOCK; `j`, a key's row in it. Scores, P and dS are transposed, (keys, queries)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from math import e as E
 from math import log2
 from typing import Any
@@ -15,8 +16,9 @@ from barellm.cpu.kernels.attention import attention_microkernels as micro
 
 
 def scratch_units(g, rate: float, length: int, *, shared: bool, bounded: bool, capped: bool) -> dict[str, int]:
-    """Sizes of the blocks in scratch, in 32-bit units. `length`: queries whose dq accumulates there, and with grouped queries
-    (`shared`) also keys whose dk and dv do. `rate` of dropout; `bounded`: windows or documents; `capped`: softcap."""
+    """Sizes of the scratch blocks of a BackwardHead, in 32-bit units. Accumulators (fp32): "dq" of `length` queries, "dk" and "dv"
+    [key][g.padded_D] of a block of keys, or of `length` keys for grouped queries (`shared`). `rate` of dropout; `bounded`: windows
+    or documents; `capped`: softcap."""
     kv_length = round_up_to(length, micro.KEY_BLOCK) if shared else micro.KEY_BLOCK
     return {
         "rows": g.rows_units(g.queries),
@@ -46,18 +48,27 @@ def round_up_to(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
+@contextmanager
+def query_heads(k, group: int) -> Iterator[Value]:
+    """Loop over the `group` query heads that share a head of keys (GQA); yields the index in the group. No loop for a group of
+    one."""
+    with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as index:
+        yield index
+
+
 Operands = tuple[Any, ...]  # q, keys, values, their gradients, dout, lse, delta, starts: pointers; stream
 
 
 class BackwardHead:
-    """One head of one sequence: its rows in memory, its blocks in scratch, and the steps of the backward pass on them."""
+    """One head of one sequence in a backward pass: its rows in memory (`q`, `keys`, `values`, `dq`, `dk`, `dv`, `dout`: HeadRows),
+    `lse` and `delta` [T] fp32, its scratch blocks `s` (`scratch_units`), and the steps of the pass on them."""
 
     def __init__(
         self, k, operands: Operands, sequence, head, *, seq, heads, kv_heads, D, strides, rate, length,
         mask_spec: attention_mask.MaskSpec,
     ) -> None:  # fmt: skip
-        """`sequence` and `head` (of queries) select the rows. `strides`: of q, k, v, dq, dk, dv; `rate` of dropout; `length`:
-        queries whose dq accumulates in scratch."""
+        """Find the rows of query head `head` of sequence number `sequence`, and of its head of keys. `operands`: the kernel's;
+        `strides`: of q, k, v, dq, dk, dv; `rate` of dropout; `length`: queries whose dq accumulates in scratch."""
         q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream = operands
         self.k, self.g = k, self.geometry(k.isa, q.dtype, D)
         self.rate = rate
@@ -102,8 +113,9 @@ class BackwardHead:
         return attention_amx.round_to_tiles(self.k, self.g, num_keys)
 
     def pack_queries(self, t, *, vnni: bool) -> tuple[list[Value], list[Value]]:
-        """Pack Q and dO of the group of queries from t on, transposed, and with `vnni` also as VNNI pairs. Returns (-lse log2(e),
-        by which the exponents are shifted; delta), each g.vectors vectors with a lane for each query."""
+        """Pack Q and dO of the group of queries from t on into s["q_transposed"] and s["do_transposed"], with `vnni` also into
+        s["q"] and s["do"] as `vnni` blocks. Returns (-lse log2(e), by which exponents are shifted; delta), each g.vectors vectors,
+        a lane for each query; zero for queries that do not exist."""
         k, g, s = self.k, self.g, self.s
         count = k.min(self.T - t, g.queries)
         for source, name in ((self.q, "q"), (self.dout, "do")):
@@ -127,11 +139,11 @@ class BackwardHead:
     def probabilities(
         self, j0, t, begin, num_keys, shift, delta, *, for_dkdv: bool, key_bounds: micro.KeyBounds | None = None
     ) -> None:
-        """P and dS of the packed keys [begin, num_keys) of the block from key j0 on and the group of queries from t on, where P =
-        exp(S - lse) and dS = P (M dP - delta), with a softcap times its slope: s["ds_vnni"] = dS in units along the keys;
-        `for_dkdv` also s["p"] = P M and s["ds"] = dS in units along the queries. `shift`, `delta`: see `pack_queries`."""
+        """Recompute P = exp(S - lse), and dS = P (M dP - delta), of the packed keys [begin, num_keys) of the block from key j0 on x
+        the group of queries from t on: S = K Q^T, dP = V dO^T, M: dropout's multipliers; with a softcap dS times its slope. Writes
+        s["ds_vnni"] = dS in units along the keys, `for_dkdv` also s["p"] = P M and s["ds"] = dS in units along the queries.
+        Operands: `pack_keys` and `pack_queries`, whose results are `shift` and `delta`."""
         k, g, s = self.k, self.g, self.s
-        per_row = g.queries // g.pair
         if self.rate:
             self.dropout.fill(k, g, s["keep"], self.key, self.head, t, j0, num_keys)
         if g.tiles:
@@ -143,18 +155,8 @@ class BackwardHead:
             ds = []
             for r in range(g.rows):
                 p = [s["p_tile"].load(r * g.queries + v * g.lanes) for v in range(g.vectors)]
-                if self.rate:
-                    multipliers = [s["keep"].at((j + r) * g.queries).load(v * g.lanes) for v in range(g.vectors)]
-                    dropped_p, dp[r] = ([x * m for x, m in zip(row, multipliers, strict=True)] for row in (p, dp[r]))
-                else:
-                    dropped_p = p
-                ds.append([x * (y - d) for x, y, d in zip(p, dp[r], delta, strict=True)])
-                if self.mask_spec.softcap:
-                    ds[r] = [x * s["slope_tile"].load(r * g.queries + v * g.lanes) for v, x in enumerate(ds[r])]
-                if for_dkdv:
-                    micro.store_units(k, g, s["p"].at((j + r) * per_row), dropped_p)
-                if for_dkdv or g.pair == 1:
-                    micro.store_units(k, g, s["ds"].at((j + r) * per_row), ds[r])
+                slopes = (s["slope_tile"].load(r * g.queries + v * g.lanes) for v in range(g.vectors))
+                ds.append(self._ds_of_key(j, r, p, dp[r], delta, slopes, for_dkdv=for_dkdv))
             if g.pair == 2:
                 for r in range(0, g.rows, 2):
                     target = s["ds_vnni"].at(((j + r) >> 1) * g.queries)
@@ -162,12 +164,31 @@ class BackwardHead:
                         target.store(micro.pack_units(k, g, ds[r][v], ds[r + 1][v]), v * g.lanes)
             self.record_ds(j, ds)
 
+    def _ds_of_key(self, j, r, p, dp, delta, slopes: Iterable[Value], *, for_dkdv: bool) -> list[Value]:
+        """dS = P (M dP - delta) of the key in packed row j + r, with a softcap times `slopes`. p, dp, delta, slopes and the result
+        are rows of g.vectors vectors, a lane for each query; slopes are emitted when they are taken. Stores, in units along the
+        queries, s["p"] = P M and s["ds"] = dS with `for_dkdv`; without, only fp32 units of dS, which have no other layout."""
+        k, g, s = self.k, self.g, self.s
+        per_row = g.queries // g.pair
+        dropped_p = p
+        if self.rate:
+            multipliers = [s["keep"].at((j + r) * g.queries).load(v * g.lanes) for v in range(g.vectors)]
+            dropped_p, dp = ([x * m for x, m in zip(row, multipliers, strict=True)] for row in (p, dp))
+        ds = [x * (y - d) for x, y, d in zip(p, dp, delta, strict=True)]
+        if self.mask_spec.softcap:
+            ds = [x * slope for x, slope in zip(ds, slopes, strict=True)]
+        if for_dkdv:
+            micro.store_units(k, g, s["p"].at((j + r) * per_row), dropped_p)
+        if for_dkdv or g.pair == 1:
+            micro.store_units(k, g, s["ds"].at((j + r) * per_row), ds)
+        return ds
+
     def _probabilities_of_tiles(
         self, j0, t, begin, num_keys, shift, delta, *, for_dkdv: bool, key_bounds: micro.KeyBounds | None
     ) -> None:
-        """`probabilities` with AMX, which leaves tiles in memory: two rows, a VNNI pair along the keys, at a time."""
+        """`probabilities` on AMX: the tile registers leave S and dP of a tile of keys in memory, s["p_tile"] and s["dp_tile"]
+        [g.rows][g.queries] fp32; a second pass takes two rows at a time, which are a VNNI pair along the keys."""
         k, g, s = self.k, self.g, self.s
-        per_row = g.queries // g.pair
         with k.loop(begin, num_keys, g.rows) as j:
             micro.score_tile_amx(k, g, s["k_rows"], j, s["q_transposed"], s["p_tile"])
             micro.score_tile_amx(k, g, s["v_rows"], j, s["do_transposed"], s["dp_tile"])
@@ -183,42 +204,30 @@ class BackwardHead:
                     if is_visible is not None:
                         p = [k.select(is_visible(i, v), x, 0.0) for v, x in enumerate(p)]
                     dp = [s["dp_tile"].load(row_offset + v * g.lanes) for v in range(g.vectors)]
-                    dropped_p = p
-                    if self.rate:
-                        multipliers = [s["keep"].at((j + i) * g.queries).load(v * g.lanes) for v in range(g.vectors)]
-                        dropped_p, dp = ([x * m for x, m in zip(row, multipliers, strict=True)] for row in (p, dp))
-                    ds.append([x * (y - d) for x, y, d in zip(p, dp, delta, strict=True)])
-                    if self.mask_spec.softcap:
-                        ds[-1] = [x * (1.0 - y * y) for x, y in zip(ds[-1], scores, strict=True)]
-                    if for_dkdv:
-                        micro.store_units(k, g, s["p"].at((j + i) * per_row), dropped_p)
-                        micro.store_units(k, g, s["ds"].at((j + i) * per_row), ds[-1])
+                    slopes = (1.0 - y * y for y in scores)
+                    ds.append(self._ds_of_key(j, i, p, dp, delta, slopes, for_dkdv=for_dkdv))
                 for v in range(g.vectors):
                     vnni = micro.pack_units(k, g, ds[0][v], ds[1][v])
                     s["ds_vnni"].store(vnni, ((j + r) >> 1) * g.queries + v * g.lanes)
 
     def _probability_tile(self, j, key, t, shift, key_bounds: micro.KeyBounds | None) -> None:
-        """s["p_tile"] [g.rows][g.queries] = P of the tile from packed row j on, whose first key is `key`; 0 where masked. With a
-        softcap s["slope_tile"] = its derivative, 1 - tanh^2."""
+        """s["p_tile"] [g.rows][g.queries] fp32 = P = exp2(S * softmax_scale_log2 + shift) of the tile from packed row j on, whose
+        first key is `key`; 0 where masked. With a softcap also s["slope_tile"] = its derivative, 1 - tanh^2."""
         k, g, softmax_scale_log2 = self.k, self.g, self.softmax_scale_log2
-
-        def store_tile(values, name: str = "p_tile") -> None:
-            for r, row in enumerate(values):
-                for v, x in enumerate(row):
-                    self.s[name].store(x, r * g.queries + v * g.lanes)
 
         tile = micro.score_tile(k, g, self.s["k_rows"], j, self.s["q_transposed"], self.start(j))
         if self.mask_spec.softcap:
             tile = [[self.mask_spec.capped(k, x, g.D) for x in row] for row in tile]
-            store_tile([[1.0 - x * x for x in row] for row in tile], "slope_tile")
+            micro.store_tile(g, [[1.0 - x * x for x in row] for row in tile], self.s["slope_tile"], g.queries)
         p = [[micro.exp2_nonpositive(k, g, k.fma(x, softmax_scale_log2, shift[v])) for v, x in enumerate(row)] for row in tile]
 
         partly_masked, make_mask = self.tile_mask(key, t, key_bounds)
         with k.when(partly_masked):
             is_visible = make_mask()
-            store_tile([[k.select(is_visible(r, v), x, 0.0) for v, x in enumerate(row)] for r, row in enumerate(p)])
+            p_masked = [[k.select(is_visible(r, v), x, 0.0) for v, x in enumerate(row)] for r, row in enumerate(p)]
+            micro.store_tile(g, p_masked, self.s["p_tile"], g.queries)
         with k.otherwise(partly_masked):
-            store_tile(p)
+            micro.store_tile(g, p, self.s["p_tile"], g.queries)
 
     def start(self, j) -> list[list[Value]] | None:
         """The initial accumulator of the score tile from row j on, for a position bias; None: zero."""
@@ -238,19 +247,22 @@ class BackwardHead:
         micro.accumulate_rows(k, g, dk, s["ds"], s["q"], begin, num_keys)
 
     def store_dkdv(self, j0, count, dk, dv, add) -> None:
-        """Write dk and dv of `count` keys from j0 on, dk scaled; `add` (of dk, of dv): whether (i1) to add, None: no."""
+        """dk (times the score scale) and dv in memory, `count` keys from j0 on, = the accumulators `dk` and `dv` [key][g.padded_D]
+        fp32; `add` (of dk, of dv): whether (i1) to add to what is there, None: no."""
         k, g = self.k, self.g
         micro.unpack_tile(k, g, dv, count, self.dv.start(j0), 1.0, add[1])
         micro.unpack_tile(k, g, dk, count, self.dk.start(j0), self.score_scale, add[0])
 
     def add_dq(self, begin, num_keys, acc) -> None:
-        """acc += K^T dS^T, which is dQ^T of a group of queries before scaling, over the keys [begin, num_keys) of a block."""
+        """acc [D][queries] fp32 += K^T dS^T, which is dQ^T of a group of queries before scaling, over the keys [begin, num_keys) of
+        a block: s["k"] and s["ds_vnni"], or with fp32 units s["k_rows"] and s["ds"]."""
         g, s = self.g, self.s
         keys, ds = (s["k"], s["ds_vnni"]) if g.pair == 2 else (s["k_rows"], s["ds"])
         micro.accumulate_transposed(self.k, g, acc, keys, ds, begin, num_keys)
 
     def store_dq(self, t, acc, add) -> None:
-        """Write dq of the group of queries from t on, scaled; `add`: whether (i1) to add it to what is stored, None: no."""
+        """dq in memory, the group of queries from t on, = the score scale times the accumulator acc [D][queries] fp32, transposed
+        through s["out"]; `add`: whether (i1) to add it to what is there, None: no."""
         k, g, s = self.k, self.g, self.s
         scale = [k.to(self.score_scale, k.vec)] * g.vectors
         micro.transpose_accumulator(k, g, acc, s["out"], scale)

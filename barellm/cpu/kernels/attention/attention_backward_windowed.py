@@ -8,11 +8,10 @@ length occupies every thread.
 
 Every sum runs over the same blocks in the same order wherever chunks end, so that their number decides no bit."""
 
-from contextlib import nullcontext
 from typing import Any
 
 from barellm.cpu.kernel import Value
-from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead
+from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead, query_heads
 from barellm.cpu.kernels.attention.attention_mask import MaskSpec
 from barellm.cpu.kernels.attention.attention_microkernels import KEY_BLOCK, Geometry, clear, pack_left, round_up, runtime_size
 from barellm.cpu.kernels.gemm import amx
@@ -23,8 +22,8 @@ INNER_COST, BORDER_COST = 5, 1  # GEMMs of a block pair in a chunk, and what a p
 
 
 def select_chunk_count(k, heads, blocks, mask_spec: MaskSpec) -> Value:
-    """The number of chunks of a sequence of `blocks` key blocks with the shortest makespan, estimated in GEMMs, on these threads,
-    which share `heads` heads of keys."""
+    """The number of chunks of a sequence of `blocks` key blocks: of CHUNK_COUNTS that with the shortest makespan, estimated in
+    GEMMs of a block, when `heads` heads of keys share these threads."""
     min_chunks = k.ceil_div(blocks, CHUNK // KEY_BLOCK)
     window = blocks if mask_spec.window is None else k.min(mask_spec.keys_before(k) // KEY_BLOCK + 1, blocks)
     best, shortest = k.max(min_chunks, 1), k.int(1 << 62)
@@ -41,8 +40,10 @@ def attention_backward_windowed(
     k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream, *, batch, seq, modes, heads, kv_heads, D, mask_spec,
     **shape,
 ) -> None:  # fmt: skip
-    """Compute dq, dk and dv. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v, dq, dk, dv. `starts`: the
-    first position of each token's document, None: no documents; `stream`: dropout's random stream."""
+    """The kernel: dq, dkeys and dvalues (shapes of q, keys, values) with windows or documents. A work item is a chunk of the
+    sequence of a head of keys, for all query heads that share it. `modes` (store or add): of dq, dk and dv; `strides` in `shape`:
+    of q, k, v, dq, dk, dv. `starts` (B, T) i32: the first position of each token's document, None: no documents; `stream`:
+    dropout's random stream."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
     size_constants: dict[str, Any] = {
         "seq": seq, "heads": heads, "kv_heads": kv_heads, "D": D, "mask_spec": mask_spec, **shape,
@@ -59,7 +60,7 @@ def attention_backward_windowed(
         per_head = k.ceil_div(blocks, chunk_blocks)
         index, first_block = item // per_head, item % per_head * chunk_blocks  # a head of keys, the chunk's first block
         first, stop = first_block * KEY_BLOCK, k.min((first_block + chunk_blocks) * KEY_BLOCK, T)
-        with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as group_index:
+        with query_heads(k, group) as group_index:
             h = BackwardHead(k, operands, index // kv_heads, index % kv_heads * group + group_index, **size_constants)
             is_first, is_last = (None, None) if group == 1 else (group_index.equals(0), group_index.equals(group - 1))
             add_chunk(k, h, first_block, first, stop, is_first, is_last, (add[1], add[2]))
@@ -68,10 +69,10 @@ def attention_backward_windowed(
 
 
 def add_chunk(k, h: BackwardHead, first_block, first, stop, is_first, is_last, add) -> None:
-    """Add the gradients of one head `h` of queries and one chunk: dq of the queries [first, stop) accumulates in scratch; dk and dv
-    of the key blocks from `first_block` on, which belong to the chunk, are cleared by the first head of a group and stored by the
-    last, or added where `add` (of dk, of dv) is true. `is_first`, `is_last`: i1, None for a group of one. Keys before the chunk,
-    which its queries see, only give dq; queries behind it, which see its keys, only dk and dv."""
+    """One query head `h` x one chunk: dq of its queries [first, stop) accumulates in h.s["dq"]; dk and dv of its key blocks, from
+    number `first_block` on, in h.s["dk"] and h.s["dv"]. These are zeroed by the first head of a group and stored by the last
+    (`is_first`, `is_last`: i1, None for a group of one), or added where `add` (of dk, of dv) is true. Keys before the chunk, which
+    its queries see, only give dq; queries behind it, which see its keys, only dk and dv."""
     g, s = h.g, h.s
     assert h.key_range is not None
     clear(k, s["dq"], k.ceil_div(stop - first, g.queries) * (g.acc_rows * g.queries))

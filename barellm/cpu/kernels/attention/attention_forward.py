@@ -1,14 +1,14 @@
 """Attention forward, for training and with a KV cache: blocked, with online softmax (FlashAttention).
 
-Shapes: q, out (B, T, heads * D), keys and values (B, T, kv_heads * D), lse (B, heads, T); caches (B, maxT, kv_heads * D). Rows of
-q, keys and values have any `strides`, in elements. A work item is a block of queries of one head; it loops over blocks of KEY_BLOCK
-keys, packs K and V of each to scratch (L1/L2), and keeps the running maximum and sum of each query in lanes (Milakov and Gimelshein
-2018, Dao et al. 2022). Blocks that the mask excludes (causal, window, document) are skipped.
+Shapes: q, out (B, T, heads * D), keys and values (B, T, kv_heads * D), lse (B, heads, T) fp32; caches (rows, maxT, kv_heads * D). A
+work item is a block of queries of one head. It loops over blocks of KEY_BLOCK keys, packs K and V of each to scratch (L1/L2), and
+keeps each query's running maximum and sum (Milakov and Gimelshein 2018, Dao et al. 2022). Blocks that the mask excludes are
+skipped.
 
-Common parameters (attention_microkernels.py): `g`, the geometry of tiles; `s`, the blocks in the thread's scratch by name; `t`, the
-first query of a group of g.queries, which fill the lanes of g.vectors vectors; `group`, the index of a group in its work item;
-`j0`, the first key of a block; `j`, a key's index in its block. Scores are transposed, (keys, queries); softmax_scale_log2 = scale
-* log2(e), as exponentials are powers of 2. `mask_spec`: what of the mask is known at compile time (attention_mask.py)."""
+Parameters: `g`, Geometry of the tiles; `s`, scratch blocks by name (`scratch_units`); `t`, first query of a group of g.queries, the
+lanes of g.vectors vectors; `group`, its index in the work item; `j0`, first key of a block; `j`, a row in it. Scores are
+transposed, (keys, queries). softmax_scale_log2 = scale * log2(e), as exponentials are powers of 2. `mask_spec`: what of the mask is
+known at compile time (attention_mask.py); layouts of blocks: attention_microkernels.py."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def groups_per_block(g) -> int:
 
 
 def select_query_block(k, g, count, T) -> tuple[Value, Value]:
-    """(queries of a work item, work items of a head), given `count` heads of all sequences: large items share the packing of K and
-    V, small ones balance the load. No bit of the result depends on it."""
+    """(queries of a work item, work items of a head): QUERY_BLOCK queries, which share the packing of K and V, where that leaves
+    four work items for each thread, else one group, for load balance. `count`: heads of all sequences, of T queries each. No bit of
+    the result depends on it."""
     large = groups_per_block(g) * g.queries
     enough = (count * k.ceil_div(T, large)) >= (k.threads * 4)
     block = k.select(enough, k.int(large), k.int(g.queries))
@@ -66,26 +67,23 @@ def attend_queries(
     k, g, q, keys, values, out, lse, first, last, pos, dropout: micro.Dropout | None = None, head=None, sample_key=None,
     mask_spec: MaskSpec = PLAIN, key_range: KeyRange | None = None, length=None, cached: bool = False,
 ) -> None:  # fmt: skip
-    """A work item: out and lse of the queries [first, last) of one head of one sequence; query t is at position pos + t. Rows of q,
-    keys, values, out and lse (None: not stored) begin at token 0. `head` and `sample_key` choose the random bits of `dropout`;
-    `key_range`: the keys that windows or documents leave; `length`: the number of keys of full attention, None: causal; `cached`:
-    `pos` may be > 0."""
+    """The work item: out (last - first, D) and lse of the queries [first, last) of one head, by online softmax over all blocks of
+    keys that they see. q, keys, values, out: HeadRows of one sequence, from token 0 on, and so lse (None: not stored). Query t is
+    at position t, or pos + t with `cached`. `head`, `sample_key`: of the random bits of `dropout`; `key_range`: windows or
+    documents, None: neither; `length`: the number of keys of full attention, None: causal."""
     s = micro.blocks_of(k, scratch_units(g, dropout.rate if dropout else 0.0, key_range is not None))
     softmax_scale, softmax_scale_log2 = mask_spec.softmax_scale(k, g.D), mask_spec.softmax_scale_log2(k, g.D)
     first_keys, capped = s["first_keys"].as_dtype("i32"), partial(mask_spec.capped, k, D=g.D)
-
-    def position_of(t) -> Value:
-        """The position of query t."""
-        return pos + t if cached else t
 
     with k.loop(first, last, g.queries) as t:
         group = (t - first) // g.queries
         init_softmax(k, g, s, q, t, last, group, LOWEST if key_range else float("-inf"))
         if key_range:
-            key_range.store_first_keys(k, g, position_of(t), first_keys.at(group * g.queries))
+            key_range.store_first_keys(k, g, pos + t if cached else t, first_keys.at(group * g.queries))
 
     end = pos + last if length is None else length
-    with k.loop(key_range.first_key(k, position_of(first)) & -micro.KEY_BLOCK if key_range else 0, end, micro.KEY_BLOCK) as j0:
+    first_position = pos + first if cached and key_range else first
+    with k.loop(key_range.first_key(k, first_position) & -micro.KEY_BLOCK if key_range else 0, end, micro.KEY_BLOCK) as j0:
         count = k.min(end - j0, micro.KEY_BLOCK)
         micro.pack_tile(k, g, keys.start(j0), count, micro.round_up(k, count, g.rows), s["k"])
         micro.pack_tile(k, g, values.start(j0), count, micro.round_up(k, count, g.rows), s["v_rows"])
@@ -95,7 +93,8 @@ def attend_queries(
             stop = pos + k.min(t + g.queries, last) if length is None else length
             num_keys = round_to_tiles(k, g, k.min(stop - j0, micro.KEY_BLOCK))
             group = (t - first) // g.queries
-            key_bounds = key_range.bounds_of(k, g, position_of(t), first_keys.at(group * g.queries)) if key_range else None
+            position = pos + t if cached and key_range else t
+            key_bounds = key_range.bounds_of(k, g, position, first_keys.at(group * g.queries)) if key_range else None
             begin = key_bounds.first_row(k, g, j0) if key_bounds else 0
             with k.when(num_keys > begin):
                 fill = dropout and partial(dropout.fill, k, g, s["keep"], sample_key, head, t, j0, num_keys)
@@ -107,7 +106,8 @@ def attend_queries(
 
 
 def init_softmax(k, g, s, q, t, last, group, lowest: float) -> None:
-    """Pack the group of queries from t on, of which those before `last` exist; clear accumulators, set maxima to `lowest`."""
+    """Begin the online softmax of the group of queries from t on, those before `last`: pack q (HeadRows) into s["q"] of layout
+    `transposed`, zero the accumulator s["acc"] [D][queries], set maxima in s["stats"] [2][g.queries] to `lowest` and sums to 0."""
     micro.pack_tile(k, g, q.start(t), k.min(last - t, g.queries), g.queries, s["q_rows"])
     micro.transpose_tile(k, g, s["q_rows"], s["q"].at(group * g.transposed_units))
     micro.clear(k, s["acc"].at(group * g.accumulator_units()), g.acc_rows * g.queries)
@@ -121,9 +121,10 @@ def online_softmax_step(
     start: Start | None = None, capped: Capped = lambda x: x,
 ) -> None:  # fmt: skip
     """Add the packed keys [begin, num_keys) of a block to the softmax of a group of queries: m' = max(m, scores), alpha = exp(m -
-    m'), sum = alpha sum + p, acc = alpha acc + V^T p. `v_block`: the packed values. tile_mask(j): the mask of the tile of keys from
-    j on. fill() writes the multipliers of dropout to s["keep"]; start(j) is the initial accumulator of that tile's scores (a
-    position bias), None: zero; `capped` is applied to scores before the softmax (softcap)."""
+    m'), sum = alpha sum + p, acc = alpha acc + V^T p. Updates s["stats"] [maximum, sum][g.queries] and s["acc"] [D][queries] fp32.
+    `v_block`: V as `pack_left` returned it; s["k"] and s["q"]: packed K and Q. tile_mask(j): `tile_mask` of the tile from row j on;
+    fill() writes dropout's multipliers to s["keep"]; start(j): the tile's initial scores (position bias), None: zero; `capped`:
+    softcap."""
     stats = s["stats"].at(group * (2 * g.queries))
     transposed, acc = s["q"].at(group * g.transposed_units), s["acc"].at(group * g.accumulator_units())
     for v, top in enumerate(score_key_block(k, g, s, transposed, begin, num_keys, tile_mask, start, capped)):
@@ -139,8 +140,8 @@ def online_softmax_step(
 
 
 def finish_softmax(k, g, s, out, lse, t, last, group, softmax_scale) -> None:
-    """Write out = acc / sum and lse = maximum * softmax_scale + ln(sum) of the group of queries from t on, of which those before
-    `last` exist; lse None: not stored."""
+    """End the online softmax of the group of queries from t on, those before `last`: out (HeadRows) = acc / sum, transposed through
+    s["out"], and lse = maximum * softmax_scale + ln(sum), None: not stored."""
     stats = s["stats"].at(group * (2 * g.queries))
     count = k.min(last - t, g.queries)
     total = [stats.load(g.queries + v * g.lanes) for v in range(g.vectors)]
@@ -159,9 +160,9 @@ Capped = Callable[[Value], Value]
 def score_key_block(
     k, g, s, transposed, begin, num_keys, tile_mask: micro.TileMask, start: Start | None, capped: Capped
 ) -> list[Value]:
-    """s["p"] (keys, queries) = capped(K Q^T) of the packed keys [begin, num_keys) of a block, -infinity where a query does not see
-    a key. Returns each query's largest score, g.vectors vectors. `transposed`: the packed queries; the other parameters are as in
-    `online_softmax_step`."""
+    """s["p"] [key][g.queries] fp32 = capped(K Q^T + start) of the keys [begin, num_keys), in tiles of g.rows keys, -infinity where
+    a query does not see a key. K: s["k"], layout `rows`; Q: `transposed`, of that layout. Returns each query's largest score,
+    g.vectors vectors. tile_mask, start, capped: as in `online_softmax_step`."""
     if g.tiles:
         assert start is None
         return score_key_block_amx(k, g, s, transposed, begin, num_keys, tile_mask, capped)
@@ -170,29 +171,31 @@ def score_key_block(
         tile = [[capped(x) for x in row] for row in micro.score_tile(k, g, s["k"], j, transposed, start and start(j))]
         target = s["p"].at(j * g.queries)
 
-        def store_scores(values, target=target) -> None:
-            """Store the scores of a tile and update each query's maximum."""
-            for v in range(g.vectors):
-                best = top[v].value
-                for r, row in enumerate(values):
-                    target.store(row[v], r * g.queries + v * g.lanes)
-                    best = k.max(row[v], best)
-                top[v].value = best
-
         partly_masked, make_mask = tile_mask(j)
         with k.when(partly_masked):
             is_visible = make_mask()
             masked = [[k.select(is_visible(r, v), x, float("-inf")) for v, x in enumerate(row)] for r, row in enumerate(tile)]
-            store_scores(masked)
+            store_scores(k, g, masked, target, top)
         with k.otherwise(partly_masked):
-            store_scores(tile)
+            store_scores(k, g, tile, target, top)
     return [t.value for t in top]
 
 
+def store_scores(k, g, tile, target, top) -> None:
+    """Store a register tile of scores, values [key][vector], to target [key][g.queries] fp32, and update each query's maximum
+    `top`, g.vectors vectors."""
+    for v in range(g.vectors):
+        best = top[v].value
+        for r, row in enumerate(tile):
+            target.store(row[v], r * g.queries + v * g.lanes)
+            best = k.max(row[v], best)
+        top[v].value = best
+
+
 def probabilities(k, g, s, stats, softmax_scale_log2, begin, num_keys, dropout: bool) -> None:
-    """s["p"] = exp2((scores - maximum) * softmax_scale_log2) of the keys [begin, num_keys), in place, packed as units along the
-    keys; with `dropout` times s["keep"]. `stats` [maximum, sum][g.queries]: sum = alpha * sum + the probabilities before
-    dropout."""
+    """The exponentials of the online softmax: s["p"], scores [key][g.queries] fp32 on entry, becomes exp2((scores - maximum) *
+    softmax_scale_log2) of the keys [begin, num_keys) in units along the keys, in place, with `dropout` times s["keep"]. `stats`
+    [maximum, sum][g.queries] fp32: sum = s["alpha"] * sum + the probabilities before dropout."""
     # The constants of exp2 fill most of 16 registers: there one vector of queries at a time, with nothing else alive.
     vectors_at_once = g.vectors if k.isa.registers == 32 else 1
     for first in range(0, g.vectors, vectors_at_once):
@@ -218,9 +221,10 @@ def probabilities(k, g, s, stats, softmax_scale_log2, begin, num_keys, dropout: 
 
 
 def attention(k, out, lse, q, keys, values, starts, stream, *, batch, seq, heads, kv_heads, D, strides, rate, mask_spec) -> None:
-    """out and lse of causal or full attention, with windows, documents (`starts`: the first position of each token's document),
-    paired heads, and dropout of the given `rate` by random stream number `stream`. `batch`, `seq`: numbers or names of run-time
-    scalars; `strides`: of q, keys and values."""
+    """The kernel: out (B, T, heads * D) and lse (B, heads, T) of attention with the mask of `mask_spec`, dropout of the given
+    `rate` by random stream number `stream`, and documents: `starts` (B, T) i32, the first position of each token's document, or
+    None. A work item is a block of queries of a head, the longest first. `batch`, `seq`: numbers or names of run-time scalars;
+    `strides`: from a row of q, keys and values to the next, in elements."""
     g, T = micro.Geometry.of(k.isa, q.dtype, D), mask_spec.length(k, seq)
     block, blocks = select_query_block(k, g, micro.runtime_size(k, batch) * heads, T)
     dropout = micro.Dropout(rate, stream, heads) if rate else None
@@ -242,7 +246,7 @@ def attention(k, out, lse, q, keys, values, starts, stream, *, batch, seq, heads
 
 @lowering("attention", views="q k v", also={"starts": "i32"})
 def lower_attention(op: Op, c: Lowering) -> None:
-    """Call the kernel of one block for short sequences (`fits_single_block`), else the blocked one with its scratch."""
+    """Append the kernel of one block for short sequences (`fits_single_block`), else the blocked `attention` with its scratch."""
     constants = dense_constants(op)
     g = micro.Geometry.of(c.isa, op.q.dtype, constants["D"])
     operands = {"out": op.out, "lse": op.lse, "q": op.q, "keys": op.k, "values": op.v}
@@ -267,8 +271,9 @@ def cache_row_of(k, sequence, T, pos, slots, length: int) -> tuple[Value, Value]
 
 
 def append_to_caches(k, k_cache, v_cache, keys, values, positions, slots, *, batch, seq, C, length, strides) -> None:
-    """Copy keys and values (batch, T, C) into rows [pos, pos + T) of each sequence in the caches (rows, length, C). `strides`: of
-    keys and values. `positions` (B, T), `slots` (B,) i32: see `cache_row_of`; positions None: the scalar pos."""
+    """Copy keys and values (batch, T, C) into rows [pos, pos + T) of each sequence in the caches (rows, length, C). `positions` (B,
+    T) i32 or None: the scalar pos; `slots` (B,) i32: the cache row of a sequence, or None (`cache_row_of`). `strides`: of keys and
+    values."""
     T, first_positions = micro.runtime_size(k, seq), k.scalar("pos") if positions is None else positions
     with k.parallel_for(micro.runtime_size(k, batch) * T) as token:
         cache_row, pos = cache_row_of(k, token // T, T, first_positions, slots, length)
@@ -285,19 +290,19 @@ def append_to_caches(k, k_cache, v_cache, keys, values, positions, slots, *, bat
 def attention_cached(
     k, out, q, k_cache, v_cache, positions, slots, *, batch, seq, heads, kv_heads, D, stride, length, mask_spec, exact
 ) -> None:
-    """out (B, T, heads * D) = causal attention of the T new queries over the KV caches (rows, length, kv_heads * D), which hold the
-    new keys already. `stride`: of q's rows; `positions` (B, T), `slots` (B,) i32: see `cache_row_of`; positions None: the scalar
-    pos. One query (decoding) takes a kernel of its own; with `exact` that one has the bits that a query has among several, and AMX
-    tiles are not used, because they add in an order of their own."""
+    """The kernel of decoding and prefill: out (B, T, heads * D) = causal attention of the T new queries q (B, T, heads * D) over
+    the KV caches (rows, length, kv_heads * D), to which `append_to_caches` has added the new keys. `positions`, `slots`: as there;
+    `stride`: of q's rows. T = 1 takes a kernel of its own; with `exact` one that gives a query the bits that it has among several,
+    and AMX tiles are not used, because they add in an order of their own."""
     g = micro.Geometry.of(k.isa, q.dtype, D, tiles=not exact)
     C, T, first_positions = kv_heads * D, micro.runtime_size(k, seq), k.scalar("pos") if positions is None else positions
     block, blocks = select_query_block(k, g, micro.runtime_size(k, batch) * heads, T)
     with amx.tile_registers(k, g.tiles), k.parallel_for(micro.runtime_size(k, batch) * heads * blocks) as item:
         sequence, head = item // (blocks * heads), item // blocks % heads
         first, kv_head = item % blocks * block, micro.kv_head_of(head, heads, kv_heads)
-        queries, dst = (micro.Rows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))
+        queries, dst = (micro.HeadRows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))
         cache_row, pos = cache_row_of(k, sequence, T, first_positions, slots, length)
-        cached = [micro.Rows.of(cache, cache_row * length, kv_head, D=D, stride=C) for cache in (k_cache, v_cache)]
+        cached = [micro.HeadRows.of(cache, cache_row * length, kv_head, D=D, stride=C) for cache in (k_cache, v_cache)]
         is_one_query = T.equals(1)
         begin = None if mask_spec.window is None else k.max(pos - mask_spec.window, 0)
         one_query_kernel = not exact or g.pair == 1 or D % 2 == 0  # an odd D: a row's last bf16 pair is half the next row's
@@ -318,8 +323,9 @@ def attention_cached(
 
 
 def attend_one_query(k, D: int, q, keys, values, out, count, mask_spec: MaskSpec) -> None:
-    """out (D) = attention of one query q (D) over `count` keys and values (memory-bound decoding). Channels are lanes, so that no
-    lane idles. Three passes: scores to scratch (`count` fp32), probabilities in place of them, sum of the values."""
+    """out (D) = softmax(q K^T) V of one query q (D) over `count` keys and values (HeadRows of the cache): decoding, bound by
+    memory. Channels are lanes, so that no lane idles. Three passes: scores to the thread's scratch (`count` fp32), probabilities in
+    place of them, the weighted sum of the values."""
     scratch = k.thread_scratch("fp32")
     columns = k.columns(D)
     cap = mask_spec.softcap
@@ -366,7 +372,7 @@ def lane_sums(k, vectors) -> Value:
 
 @lowering("attention_cached", views="q k v", also={"positions": "i32", "slots": "i32"})
 def lower_attention_cached(op: Op, c: Lowering) -> None:
-    """Two calls: append the new rows of k and v to the caches, then attend to all of the caches."""
+    """Append two calls: `append_to_caches` with the new rows of k and v, then `attention_cached` over all of the caches."""
     shape, length = micro.size_constants(op), int(op.k_cache.shape[1])
     q_stride, *strides = shape.pop("strides")
     exact = op.attrs.get("exact", False)

@@ -15,7 +15,7 @@ from math import log2, sqrt
 from typing import Any, NamedTuple
 
 from barellm.cpu.kernel import Op, Pointer, Value
-from barellm.cpu.kernels.attention.attention_microkernels import KeyBounds, Rows, runtime_size, size_constants
+from barellm.cpu.kernels.attention.attention_microkernels import HeadRows, KeyBounds, runtime_size, size_constants
 from barellm.cpu.lang.vector import tanh
 
 LOWEST = -1e30  # initial maximum where a query's first block may be fully masked (-inf - -inf would be NaN)
@@ -64,14 +64,14 @@ class MaskSpec(NamedTuple):
         """The score x = q k^T, or with a softcap tanh(x scale / softcap), in [-1, 1]; `softmax_scale` multiplies it afterwards."""
         return tanh(k, x * self.score_scale(k, D, 1 / self.softcap)) if self.softcap else x
 
-    def rows(self, tensor, position, head, *, D: int, heads: int, stride: int) -> Rows:
-        """The rows of head `head` of `heads`, from `position` on (even with paired heads). `stride`: elements from one token to the
-        next. With paired heads a token's two positions are heads * D elements apart."""
+    def rows(self, tensor, position, head, *, D: int, heads: int, stride: int) -> HeadRows:
+        """The HeadRows of head `head` of `heads` in a tensor (B, T, heads * D), from `position` on (even with paired heads).
+        `stride`: elements from one token to the next. With paired heads a token's two positions are heads * D elements apart."""
         if self.fold == 2 and stride == 2 * heads * D:  # nothing lies between the rows of two tokens
             stride //= 2
         elif self.fold == 2:
-            return Rows(tensor.at((position >> 1) * stride + head * D), stride, heads * D)
-        return Rows(tensor.at(position * stride + head * D), stride)
+            return HeadRows(tensor.at((position >> 1) * stride + head * D), stride, heads * D)
+        return HeadRows(tensor.at(position * stride + head * D), stride)
 
 
 PLAIN = MaskSpec()
@@ -119,7 +119,8 @@ class KeyRange:
         return first
 
     def query_end(self, k, key) -> Value:
-        """The end (exclusive) of the queries that see `key`: by its window, or by binary search that of its document."""
+        """The end (exclusive) of the queries that see `key`: by its window, or by binary search in `starts` (ascending) that of its
+        document."""
         window_end = self.T if self.window is None else k.min(key + self.window + 1, self.T)
         if self.starts is None:
             return window_end

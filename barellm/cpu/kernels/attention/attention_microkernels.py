@@ -1,20 +1,19 @@
-"""Tile layouts, packing and micro-kernels of attention: blocks of one head in a thread's scratch, and GEMMs of register tiles on
-them.
+"""Micro-kernels and packing of attention, on blocks of one head in a thread's scratch.
 
-Scores are kept transposed, S^T = K Q^T: keys are rows, queries are lanes. So the softmax has no horizontal sum or maximum, a causal
-mask is one comparison, and the probabilities leave the registers as the right operand of the next GEMM.
+`g`: Geometry of the tiles. `s`: the thread's scratch blocks by name. A register tile of scores is S^T = K Q^T, g.rows keys x
+g.queries queries: queries are lanes, so the softmax has no horizontal sum or maximum, a causal mask is one comparison, and the
+probabilities leave the registers as the right operand of the next GEMM.
 
-Blocks in scratch consist of 32-bit units: one fp32, or, with a bf16 dot instruction, a VNNI pair: two bf16 that follow each other
-along K, the contracted dimension. bf16 without such an instruction is converted to fp32 by packing.
+A block consists of 32-bit units: an fp32, or with a bf16 dot product a VNNI pair (g.pair = 2 bf16 along the contracted dimension):
 
-Parameters: `g` is the Geometry, `s` the blocks of scratch by name (`blocks_of`), `t` the first query of a group of g.queries and
-`j` the first key of a tile of g.rows; both count tokens.
+    rows         (tokens, D)  [token][g.row_units]           units along D, zero-padded
+    vnni         (tokens, D)  [token / g.pair][g.padded_D]   units along the tokens; fp32: the same as rows
+    columns      (tokens, D)  [token / 32][g.padded_D][16]   AMX's vnni: 32 tokens of a column in a cache line
+    transposed   (tokens, D)  [g.row_units][g.queries]       units along D, tokens as lanes
+    accumulator  fp32 (g.acc_rows, queries) of a transposed result, else (tokens, g.padded_D)
 
-    rows         (tokens, D)   [token][g.row_units]           units along D; padded with zeros
-    vnni         (tokens, D)   [token / g.pair][g.padded_D]   units along the tokens; the same bytes as rows where g.pair is 1
-    columns      (tokens, D)   [token / 32][g.padded_D][16]   units along the tokens, 32 tokens of a column in a cache line: for AMX
-    transposed   (tokens, D)   [g.row_units][g.queries]       units along D, tokens as lanes
-    accumulator  fp32: (g.acc_rows, queries) of a transposed result, else (tokens, g.padded_D)"""
+`t` is the first query of a group of g.queries, `j` the first key of a tile of g.rows; both count tokens. bf16 without a dot product
+becomes fp32 while it is packed."""
 
 from __future__ import annotations
 
@@ -24,6 +23,7 @@ from typing import Any
 
 from barellm.cpu.kernel import ISA, Op, Pointer, Value
 from barellm.cpu.kernels.gemm import amx, packing
+from barellm.cpu.kernels.loops import pieces
 from barellm.cpu.lang.random import keep, sample_key, threefry
 from barellm.cpu.lang.vector import EXP2, MAGIC, polynomial, transpose
 from barellm.program.ops.pointwise.random import HALF
@@ -130,7 +130,7 @@ def size_constants(op: Op) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Rows:
+class HeadRows:
     """Rows of one head in memory: element (t, d) is pointer[t * stride + d]. With paired heads two rows, `pair_stride` apart, share
     a stride; such rows start at an even t."""
 
@@ -143,11 +143,11 @@ class Rows:
             return self.pointer.at((t >> 1) * self.stride + (t & 1) * self.pair_stride)
         return self.pointer.at(t * self.stride)
 
-    def start(self, t) -> Rows:
-        return Rows(self[t], self.stride, self.pair_stride)
+    def start(self, t) -> HeadRows:
+        return HeadRows(self[t], self.stride, self.pair_stride)
 
     @classmethod
-    def of(cls, tensor, token, head, *, D: int, stride: int) -> Rows:
+    def of(cls, tensor, token, head, *, D: int, stride: int) -> HeadRows:
         """The rows of a head, from `token` on."""
         return cls(tensor.at(token * stride + head * D), stride)
 
@@ -161,7 +161,9 @@ def kv_head_of(head, heads: int, kv_heads: int) -> Value:
 
 
 def pack_tile(k, g, source, count, total, dst) -> None:
-    """Copy rows [0, count) of `source` to dst, a block of `rows`, zero-padded to g.padded_D columns and `total` rows."""
+    """Pack rows [0, count) of `source` (HeadRows, any dtype, rows of D elements) into the scratch block dst of layout `rows`:
+    [total][ g.row_units] units, bf16 pairs along D or fp32. Columns from D to g.padded_D and rows from `count` to `total` become
+    zero."""
     with k.loop(0, count) as t:
         row, target = source[t], dst.at(t * g.row_units)
         for c, mask in k.columns(g.D):
@@ -181,8 +183,9 @@ def pack_tile(k, g, source, count, total, dst) -> None:
 
 
 def vnni_pack(k, g, rows, tokens, dst) -> Pointer:
-    """Pack a block of `rows` of `tokens` tokens, a multiple of g.pair, into dst as a `vnni` block. Returns the packed block: `rows`
-    itself where units are fp32, as nothing is copied then."""
+    """Pack `tokens` (a multiple of g.pair) tokens of `rows`, a block written by `pack_tile`, into dst as a `vnni` block: row t / 2
+    has the bf16 pairs (t, t + 1) of each column. Returns the packed block; with fp32 units that is `rows` itself and nothing is
+    copied."""
     if g.pair == 1:
         return rows
     with k.loop(0, tokens, 2) as t:
@@ -194,8 +197,8 @@ def vnni_pack(k, g, rows, tokens, dst) -> Pointer:
 
 
 def pack_left(k, g, rows, count, dst) -> Pointer:
-    """Pack a block of `rows` of `count` tokens, padded by `pack_tile`, into dst as the left operand of `accumulate_transposed`:
-    `vnni`, or `columns` for AMX. Returns the packed block: dst, or `rows` if nothing had to be copied."""
+    """Pack `count` tokens of `rows`, a block written by `pack_tile`, as the left operand X of `accumulate_transposed`. Returns
+    where it lies: dst as `vnni`, or for AMX as `columns`; `rows` itself with fp32 units."""
     if not g.tiles:
         return vnni_pack(k, g, rows, round_up(k, count, g.pair), dst)
     with k.loop(0, count, amx.TILE_K) as t, k.loop(0, g.padded_D, g.lanes) as c:
@@ -209,7 +212,8 @@ def pack_left(k, g, rows, count, dst) -> Pointer:
 
 
 def transpose_tile(k, g, rows, dst) -> None:
-    """Transpose a block of `rows` of g.queries tokens into dst, a `transposed` block, in squares of `lanes` x `lanes` units."""
+    """Transpose g.queries tokens of `rows`, a block written by `pack_tile`, into dst as a `transposed` block
+    [g.row_units][g.queries], in register squares of `lanes` x `lanes` units."""
     with k.loop(0, g.queries, g.lanes) as v, k.loop(0, g.row_units, g.lanes) as c:
         source, target = rows.at(v * g.row_units + c), dst.at(c * g.queries + v)
         square = [source.load(i * g.row_units) for i in range(g.lanes)]
@@ -218,8 +222,8 @@ def transpose_tile(k, g, rows, dst) -> None:
 
 
 def transpose_accumulator(k, g, transposed, dst, factor) -> None:
-    """dst (queries, g.padded_D) = the transpose of the accumulator `transposed` (D, queries), times `factor`: for each of g.vectors
-    vectors of queries a vector of factors."""
+    """dst [queries][g.padded_D] fp32 = `factor` times the transpose of the accumulator `transposed` [D][queries] fp32, that
+    `accumulate_transposed` left; `factor`: g.vectors vectors, a lane for each query."""
     for v in range(g.vectors):
         with k.loop(0, g.padded_D, g.lanes) as d:
             source = transposed.at(d * g.queries)
@@ -230,7 +234,8 @@ def transpose_accumulator(k, g, transposed, dst, factor) -> None:
 
 
 def unpack_tile(k, g, rows, count, dst, factor, add=None) -> None:
-    """dst (count, D) in memory = fp32 rows [token][g.padded_D] times `factor`, plus the old dst where `add` (i1; None: never)."""
+    """dst (count, D) in memory, converted to its dtype, = `factor` times fp32 rows [count][g.padded_D] of scratch; plus the old dst
+    where `add` (i1; None: never)."""
     with k.loop(0, count) as t:
         row, target = rows.at(t * g.padded_D), dst[t]
         for c, mask in k.columns(g.D):
@@ -244,8 +249,8 @@ def unpack_tile(k, g, rows, count, dst, factor, add=None) -> None:
 
 
 @dataclass(frozen=True)
-class Left:
-    """Broadcast operand: unit (r, s) of row r and step s at pointer[r * row + s * step]."""
+class BroadcastOperand:
+    """The left operand of `micro_kernel`, whose units are broadcast: unit s of row r at pointer[r * row + s * step]."""
 
     pointer: Pointer
     row: int
@@ -253,16 +258,17 @@ class Left:
 
 
 @dataclass(frozen=True)
-class Right:
-    """Vector operand: lanes v of step s at pointer[s * step + v * lanes]."""
+class VectorOperand:
+    """The right operand of `micro_kernel`, loaded as vectors: columns v * lanes ... of unit s at pointer[s * step + v * lanes]."""
 
     pointer: Pointer
     step: int
 
 
-def micro_kernel(k, g, a: Left, b: Right, steps, start=None, **shape: int) -> list[list[Value]]:
-    """start + A @ B over `steps` units of the contraction: a register tile of g.rows rows x g.vectors vectors (or `rows`, `vectors`
-    of `shape`), as values [row][vector]; `start` None: zero. Each element is one accumulation chain, in order."""
+def micro_kernel(k, g, a: BroadcastOperand, b: VectorOperand, steps, start=None, **shape: int) -> list[list[Value]]:
+    """A @ B + start on a register tile: values [row][vector] of g.rows rows x g.vectors vectors of fp32 (or `rows`, `vectors` of
+    `shape`), by an outer product for each of `steps` units of the contracted dimension (fp32, or bf16 pairs by a dot product).
+    `start`: values of the same shape, None: zero. An element is one accumulation chain in the order of the steps."""
     rows, vectors = shape.get("rows", g.rows), shape.get("vectors", g.vectors)
     acc = [[k.var(start[r][v] if start else k.to(0.0, k.vec)) for v in range(vectors)] for r in range(rows)]
     with k.loop(0, steps) as s:
@@ -281,10 +287,25 @@ def micro_kernel(k, g, a: Left, b: Right, steps, start=None, **shape: int) -> li
     return [[x.value for x in row] for row in acc]
 
 
+def load_tile(g, block, row_stride: int, **shape: int) -> list[list[Value]]:
+    """The values [row][vector] of a register tile, as `micro_kernel` has it, of fp32 in scratch: `block`, its first element."""
+    rows, vectors = shape.get("rows", g.rows), shape.get("vectors", g.vectors)
+    return [[block.load(r * row_stride + v * g.lanes) for v in range(vectors)] for r in range(rows)]
+
+
+def store_tile(g, tile, dst, row_stride: int) -> None:
+    """Store the values [row][vector] of a register tile as fp32: vector v of row r from dst[r * row_stride + v * g.lanes] on."""
+    for r, row in enumerate(tile):
+        for v, x in enumerate(row):
+            dst.store(x, r * row_stride + v * g.lanes)
+
+
 def score_tile(k, g, rows, first, transposed, start=None) -> list[list[Value]]:
     """A register tile of K Q^T or V dO^T plus `start` (None: zero): tokens [first, first + g.rows) of a block of `rows` x the
     g.queries tokens of a `transposed` block. Returns values [row][vector]."""
-    return micro_kernel(k, g, Left(rows.at(first * g.row_units), g.row_units, 1), Right(transposed, g.queries), g.d_steps, start)
+    return micro_kernel(
+        k, g, BroadcastOperand(rows.at(first * g.row_units), g.row_units, 1), VectorOperand(transposed, g.queries), g.d_steps, start
+    )
 
 
 def score_tile_amx(k, g, rows, first, transposed, dst) -> None:
@@ -294,9 +315,10 @@ def score_tile_amx(k, g, rows, first, transposed, dst) -> None:
 
 
 def accumulate_transposed(k, g, acc, vnni, right, begin, end, factor=None) -> None:
-    """acc (D, queries) = acc * factor + X^T R, contracted over the tokens [begin, end): X (tokens, D) packed by `pack_left`, R
-    (tokens, queries) in units along the tokens; `factor`: vectors with a lane for each query, None: 1. `begin` is a Value or 0. On
-    AMX begin and end are multiples of 32."""
+    """acc [D][queries] fp32 = acc * factor + X^T R over the tokens [begin, end): the GEMM of P V and dS K, transposed. X (tokens,
+    D) was packed by `pack_left`; R (tokens, queries) has units along the tokens (`probabilities`, dS). `factor`: g.vectors vectors,
+    a lane for each query (the online softmax's rescaling), None: 1. `begin` is a Value or 0; on AMX both ends are multiples of
+    32."""
     tokens = end
     if isinstance(begin, Value):
         vnni, right = vnni.at(begin // g.pair * g.padded_D), right.at(begin // g.pair * g.queries)
@@ -310,29 +332,20 @@ def accumulate_transposed(k, g, acc, vnni, right, begin, end, factor=None) -> No
         amx.gemm_accumulate(k, acc, left, right, tokens // amx.TILE_K, rows=g.padded_D, cols=g.queries)
         return
 
-    def multiply_tile(d, rows: int) -> None:
-        """Accumulate a register tile: `rows` rows of acc, which are the columns of X from d on."""
+    for d, rows in pieces(k, g.D, g.rows):  # register tiles: rows of acc, which are columns of X
         block = acc.at(d * g.queries)
-        start = [[block.load(r * g.queries + v * g.lanes) for v in range(g.vectors)] for r in range(rows)]
+        start = load_tile(g, block, g.queries, rows=rows)
         if factor is not None:
             start = [[x * f for x, f in zip(row, factor, strict=True)] for row in start]
-        a, b = Left(vnni.at(d), 1, g.padded_D), Right(right, g.queries)
-        for r, row in enumerate(micro_kernel(k, g, a, b, k.ceil_div(tokens, g.pair), start, rows=rows)):
-            for v, x in enumerate(row):
-                block.store(x, r * g.queries + v * g.lanes)
-
-    full_rows = g.D - g.D % g.rows
-    if full_rows:
-        with k.loop(0, full_rows, g.rows) as d:
-            multiply_tile(d, g.rows)
-    if g.D % g.rows:
-        multiply_tile(full_rows, g.D % g.rows)
+        a, b = BroadcastOperand(vnni.at(d), 1, g.padded_D), VectorOperand(right, g.queries)
+        tile = micro_kernel(k, g, a, b, k.ceil_div(tokens, g.pair), start, rows=rows)
+        store_tile(g, tile, block, g.queries)
 
 
 def accumulate_rows(k, g, acc, left_block, vnni, begin, end) -> None:
-    """acc (tokens, g.padded_D) += L @ X for the tokens [begin, end), contracted over a group's g.queries queries: L (tokens,
-    g.queries) in units along the queries, X (g.queries, D) a `vnni` block. Full tiles of g.rows tokens are computed, which may
-    reach beyond `end`."""
+    """acc [token][g.padded_D] fp32 += L @ X for the tokens [begin, end), contracted over the g.queries queries of a group: the GEMM
+    of dV and dK. L [token][units along the queries] was stored by `store_units`, X (g.queries, D) is a `vnni` block (of dO or Q).
+    Tiles of g.rows tokens are computed whole, so rows up to a tile behind `end` are written too."""
     per_row = g.queries // g.pair  # units of a row of L
     if g.tiles:
         with k.loop(begin, end, g.rows) as t:
@@ -340,23 +353,12 @@ def accumulate_rows(k, g, acc, left_block, vnni, begin, end) -> None:
             amx.gemm_accumulate(k, acc.at(t * g.padded_D), left, vnni, per_row // amx.SIDE, rows=g.rows, cols=g.padded_D)
         return
 
-    def multiply_tile(t, c: Any, vectors: int) -> None:
-        """Accumulate a register tile: g.rows tokens from t on x `vectors` vectors of columns from c on."""
-        block = acc.at(t * g.padded_D + c)
-        start = [[block.load(r * g.padded_D + v * g.lanes) for v in range(vectors)] for r in range(g.rows)]
-        a, b = Left(left_block.at(t * per_row), per_row, 1), Right(vnni.at(c), g.padded_D)
-        for r, row in enumerate(micro_kernel(k, g, a, b, per_row, start, vectors=vectors)):
-            for v, x in enumerate(row):
-                block.store(x, r * g.padded_D + v * g.lanes)
-
-    step = g.vectors * g.lanes
-    full_columns = g.padded_D - g.padded_D % step
     with k.loop(begin, end, g.rows) as t:
-        if full_columns:
-            with k.loop(0, full_columns, step) as c:
-                multiply_tile(t, c, g.vectors)
-        if g.padded_D % step:
-            multiply_tile(t, full_columns, g.padded_D % step // g.lanes)
+        for c, width in pieces(k, g.padded_D, g.vectors * g.lanes):  # register tiles: g.rows tokens x `width` columns
+            block, vectors = acc.at(t * g.padded_D + c), width // g.lanes
+            start = load_tile(g, block, g.padded_D, vectors=vectors)
+            a, b = BroadcastOperand(left_block.at(t * per_row), per_row, 1), VectorOperand(vnni.at(c), g.padded_D)
+            store_tile(g, micro_kernel(k, g, a, b, per_row, start, vectors=vectors), block, g.padded_D)
 
 
 def clear(k, block, units) -> None:
@@ -410,9 +412,10 @@ TileMask = Callable[[Value], tuple[Value, Callable[[], LaneMask]]]  # tile -> wh
 
 
 def tile_mask(k, g, position, key_bounds: KeyBounds | None, length, j0, j) -> tuple[Value, Callable[[], LaneMask]]:
-    """(partly masked (i1), function that returns the lane mask) of a tile of g.rows keys and the group of queries from `position`
-    on. The tile begins at row j of the block from key j0 on (None: at key j). `length`: the number of keys of full attention, None:
-    causal; `key_bounds`: the first keys that windows or documents leave, None: all from 0 on."""
+    """The mask of a register tile of g.rows keys x the group of queries from `position` on: (i1, whether a mask is needed at all;
+    make_mask). make_mask() emits what the tile's rows share and returns is_visible(r, v), the lanes of vector v that see the tile's
+    key r. The tile begins at row j of the block from key j0 on (None: at key j). `length`: the number of keys of full attention,
+    None: causal. `key_bounds`: each query's first key where windows or documents limit them, else None."""
     key = j if j0 is None else j0 + j
 
     def make_mask() -> LaneMask:
@@ -448,8 +451,9 @@ class Dropout:
         return k.splat(first), k.splat(second)
 
     def fill(self, k, g, dst, key, head, query, first, count) -> None:
-        """dst [key][g.queries] = the multipliers of keys [first, first + count) and of the group of queries from `query` on.
-        `first` is a multiple of 32 = 2 HALF: one call of threefry gives two words, for keys that are HALF apart."""
+        """dst [key][g.queries] fp32 = multipliers 0 or 1 / (1 - rate) of the keys [first, first + count) for the group of queries
+        from `query` on, by `key` (see `key`) and the query head. `first` is a multiple of 32 = 2 HALF: a call of threefry gives two
+        words, of keys that are HALF apart."""
         rows = [k.splat((query + v * g.lanes) * self.heads + head) + k.iota() * self.heads for v in range(g.vectors)]
         with k.loop(0, count, 2 * HALF) as block, k.loop(0, HALF) as i:
             call = k.splat(((first + block) >> 1) + i)

@@ -29,7 +29,9 @@ def one_query_units(g) -> dict[str, int]:
 
 
 def attend_one_query_exactly(k, g, q, keys, values, out, first, count, mask_spec: MaskSpec) -> None:
-    """out (D) = attention of the query q (one row) over the keys [first, count); `first` None: 0. `mask_spec`: scale, softcap."""
+    """out (D) = softmax(q K^T) V of one query q over the keys [first, count) (`first` None: 0), by online softmax over blocks of
+    KEY_BLOCK keys. `keys`, `values`: HeadRows of the KV cache. Scratch (`one_query_units`): "q" (1, D) units, "transposed"
+    [D][keys], "p" and "p_units" [KEY_BLOCK] probabilities, "acc" [g.padded_D] fp32. `mask_spec`: scale and softcap."""
     wide, s = one_query_geometry(g), micro.blocks_of(k, one_query_units(g))
     scale_log2 = mask_spec.softmax_scale_log2(k, g.D)
     micro.pack_tile(k, g, q, k.int(1), 1, s["q"])
@@ -43,7 +45,7 @@ def attend_one_query_exactly(k, g, q, keys, values, out, first, count, mask_spec
         with k.loop(begin, end, wide.queries) as j:
             transpose_keys(k, wide, keys.start(j0 + j), end - j, s["transposed"])
             chains = micro.micro_kernel(
-                k, wide, micro.Left(s["q"], 0, 1), micro.Right(s["transposed"], wide.queries), g.d_steps, rows=1
+                k, wide, micro.BroadcastOperand(s["q"], 0, 1), micro.VectorOperand(s["transposed"], wide.queries), g.d_steps, rows=1
             )
             for v, x in enumerate(chains[0]):
                 key = j + v * g.lanes
@@ -69,7 +71,8 @@ def attend_one_query_exactly(k, g, q, keys, values, out, first, count, mask_spec
 
 
 def transpose_keys(k, g, keys, count, dst) -> None:
-    """dst [g.d_steps][g.queries] = g.queries keys transposed, of which `count` exist; the last one is repeated behind them."""
+    """dst [g.d_steps][g.queries] = g.queries keys (HeadRows in memory) as lanes, in units along D; the last of `count` keys is
+    repeated."""
     with k.loop(0, g.queries, g.lanes) as t:
         rows = [keys[k.min(t + i, count - 1)] for i in range(g.lanes)]
         for c in range(0, g.d_steps, g.lanes):
@@ -80,7 +83,9 @@ def transpose_keys(k, g, keys, count, dst) -> None:
 
 
 def accumulate_one_query(k, g, s, values, begin, end, alpha) -> Value:
-    """s["acc"] (D) = alpha s["acc"] + s["p"] @ values over the keys [begin, end) of a block. Returns the sum of s["p"]."""
+    """s["acc"] [D] fp32 = alpha s["acc"] + p @ values over the keys [begin, end) of a block, a chain for each channel; returns the
+    sum of p. s["p"] [KEY_BLOCK] fp32 are the probabilities, s["p_units"] the same as bf16 pairs; `values`: HeadRows from the
+    block's first key on. A few vectors of channels at a time stay in registers."""
     columns, total = k.columns(g.D), k.var(k.float(0.0))
     max_columns = max(1, k.isa.registers // 2)  # vectors of channels
     for first_column in range(0, len(columns), max_columns):

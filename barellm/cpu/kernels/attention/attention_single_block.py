@@ -16,6 +16,7 @@ from typing import Any
 
 from barellm.cpu.kernel import ISA, Value
 from barellm.cpu.kernels.attention import attention_microkernels as micro
+from barellm.cpu.kernels.attention.attention_backward_tiles import query_heads
 from barellm.cpu.kernels.attention.attention_mask import MaskSpec
 from barellm.cpu.lang.vector import ln, transpose
 
@@ -42,8 +43,9 @@ def forward_units(g) -> dict[str, int]:
 
 
 def backward_units(g, shared: bool) -> dict[str, int]:
-    """Sizes of the blocks of the backward pass, in 32-bit units. With grouped queries (`shared`), dk and dv are sums over heads,
-    kept as fp32 rows."""
+    """Sizes of the backward pass's scratch blocks, in 32-bit units, all for MAX_SEQ tokens. "p", "ds": (keys, queries) as bf16
+    pairs along the queries; "ds_vnni": along the keys. With grouped queries (`shared`) dk and dv, sums over heads, are fp32
+    [key][g.padded_D]."""
     vnni = {name: g.vnni_units(MAX_SEQ) for name in ("q", "k", "do")}
     transposed = {name: g.d_steps * MAX_SEQ for name in ("q_transposed", "do_transposed")}
     # [key][MAX_SEQ / 2]; the last of them [key / 2][MAX_SEQ].
@@ -55,9 +57,10 @@ def backward_units(g, shared: bool) -> dict[str, int]:
     }  # fmt: skip
 
 
-def load_rows(k, g, source, count, *, rows=None, transposed=None, vnni=None) -> None:
-    """Read `count` bf16 rows of `source` once, and pack them in each layout that has a destination (`rows`, `transposed`
-    [g.d_steps][MAX_SEQ], `vnni`), zero-padded to a multiple of g.queries rows. One step handles `lanes` rows x `lanes` pairs."""
+def pack_head(k, g, source, count, *, rows=None, transposed=None, vnni=None) -> None:
+    """Read `count` bf16 rows of `source` (HeadRows) once, and write them to each destination that is given: `rows` and `vnni` as in
+    attention_microkernels.py, `transposed` [g.d_steps][MAX_SEQ] pairs; all zero-padded to a multiple of g.queries tokens. A step
+    transposes a square of `lanes` rows x `lanes` pairs in registers."""
     with k.loop(0, micro.round_up(k, count, g.queries), g.lanes) as t:
         for c in range(0, g.row_units, g.lanes):
             square = [k.var(k.const(0, k.ivec)) for _ in range(g.lanes)]  # rows t, t + 1, ... of `lanes` units
@@ -86,31 +89,27 @@ def load_rows(k, g, source, count, *, rows=None, transposed=None, vnni=None) -> 
                     transposed.as_dtype("i32").store_raw(column, t + (c + i) * MAX_SEQ)
 
 
-def store_rows(k, g, tile, dst, first, c: Any, count, factors) -> None:
-    """dst[first + r] from column c on = row r of a register tile times factors[r], for the rows below `count`."""
-
-    def store_row(r: int) -> None:
-        for v, x in enumerate(tile[r]):
-            dst[first + r].store(x * factors[r], c + v * g.lanes)
+def store_tile_rows(k, g, tile, dst, first, c, count, factors) -> None:
+    """dst[first + r] (HeadRows), from column c on, = row r of a register tile, values [row][vector], times factors[r]; only rows
+    below `count`."""
 
     all_rows = (first + len(tile)) <= count
-    with k.when(all_rows):
-        for r in range(len(tile)):
-            store_row(r)
-    with k.otherwise(all_rows):
-        for r in range(len(tile)):
-            inside = (first + r) < count
-            with k.when(inside):
-                store_row(r)
+    for needs_check, branch in ((False, k.when), (True, k.otherwise)):
+        with branch(all_rows):
+            for r, row in enumerate(tile):
+                with k.when((first + r) < count) if needs_check else nullcontext():
+                    for v, x in enumerate(row):
+                        dst[first + r].store(x * factors[r], c + v * g.lanes)
 
 
-def gemm_rows(k, g, left: micro.Left, vnni, steps, dst, first, count, factors, *, add: bool = False) -> None:
-    """Rows [first, first + g.rows) of dst, below `count`, = (L @ X) times factors[r], or with `add` dst + L @ X (factors are then
-    1). L (g.rows, tokens) is broadcast, X (tokens, D) is a `vnni` block; both begin at the first of `steps` pairs of tokens."""
+def gemm_rows(k, g, left: micro.BroadcastOperand, vnni, steps, dst, first, count, factors, *, add: bool = False) -> None:
+    """dst (HeadRows), rows [first, first + g.rows) below `count`, = factors[r] (L @ X), or with `add` dst + L @ X (factors are then
+    1). `left`: L (g.rows, tokens), bf16 pairs along the tokens, from the first of `steps` pairs on; `vnni`: X (tokens, D), a `vnni`
+    block from the same pair on."""
     with k.loop(0, g.padded_D, g.vectors * g.lanes) as c:
         start = [[dst[first + r].load(c + v * g.lanes) for v in range(g.vectors)] for r in range(g.rows)] if add else None
-        tile = micro.micro_kernel(k, g, left, micro.Right(vnni.at(c), g.padded_D), steps, start)
-        store_rows(k, g, tile, dst, first, c, count, factors)
+        tile = micro.micro_kernel(k, g, left, micro.VectorOperand(vnni.at(c), g.padded_D), steps, start)
+        store_tile_rows(k, g, tile, dst, first, c, count, factors)
 
 
 def causal_tiles(k, g, t) -> Iterator[tuple[Value, int, int, bool]]:
@@ -124,24 +123,25 @@ def causal_tiles(k, g, t) -> Iterator[tuple[Value, int, int, bool]]:
     yield t + g.lanes, 2 * g.rows, 1, True
 
 
-def earlier(k, g, x, key, query, masked: float) -> Value:
+def mask_future_queries(k, g, x, key, query, masked: float) -> Value:
     """x, whose lanes are queries from `query` on, with `masked` where the query is before `key`."""
     return k.select(k.iota() < k.splat(key - query), masked, x)
 
 
 def attention_single_block(k, out, lse, q, keys, values, *, batch, seq, heads, kv_heads, D, strides, mask_spec: MaskSpec) -> None:
-    """out and lse of causal attention of sequences of MAX_SEQ tokens at most. A work item is a head of a sequence. `batch`, `seq`:
-    numbers or names of run-time scalars; `strides`: of q, keys and values."""
+    """The kernel: out (B, T, heads * D) and lse (B, heads, T) fp32 of causal attention, T <= MAX_SEQ. A work item is a head of a
+    sequence: all its scores are one block of scratch, s["scores"] [key][g.queries] for a group of queries at a time. `batch`,
+    `seq`: numbers or names of run-time scalars; `strides`: of q, keys and values."""
     g, T = micro.Geometry.of(k.isa, q.dtype, D), micro.runtime_size(k, seq)
     s = micro.blocks_of(k, forward_units(g))
     softmax_scale_log2 = mask_spec.softmax_scale_log2(k, D)
     with k.parallel_for(micro.runtime_size(k, batch) * heads) as item:
         sequence, head = item // heads, item % heads
         token, kv_head = sequence * T, micro.kv_head_of(head, heads, kv_heads)
-        dst = micro.Rows.of(out, token, head, D=D, stride=heads * D)
-        load_rows(k, g, micro.Rows.of(q, token, head, D=D, stride=strides[0]), T, transposed=s["q_transposed"])
-        load_rows(k, g, micro.Rows.of(keys, token, kv_head, D=D, stride=strides[1]), T, rows=s["k_rows"])
-        load_rows(k, g, micro.Rows.of(values, token, kv_head, D=D, stride=strides[2]), T, vnni=s["v"])
+        dst = micro.HeadRows.of(out, token, head, D=D, stride=heads * D)
+        pack_head(k, g, micro.HeadRows.of(q, token, head, D=D, stride=strides[0]), T, transposed=s["q_transposed"])
+        pack_head(k, g, micro.HeadRows.of(keys, token, kv_head, D=D, stride=strides[1]), T, rows=s["k_rows"])
+        pack_head(k, g, micro.HeadRows.of(values, token, kv_head, D=D, stride=strides[2]), T, vnni=s["v"])
         with k.loop(0, T, g.queries) as t:
             highest = single_block_scores(k, g, s, t)
             totals = single_block_probabilities(k, g, s, t, [x * -softmax_scale_log2 for x in highest], softmax_scale_log2)
@@ -152,16 +152,16 @@ def attention_single_block(k, out, lse, q, keys, values, *, batch, seq, heads, k
             with k.loop(0, g.queries, g.rows) as i:
                 pairs = k.ceil_div(k.min(t + i + g.rows, T), 2)
                 factors = [k.splat(s["inverse"].get(i + r)) for r in range(g.rows)]
-                gemm_rows(k, g, micro.Left(s["p"].at(i), 1, g.queries), s["v"], pairs, dst, t + i, T, factors)
+                gemm_rows(k, g, micro.BroadcastOperand(s["p"].at(i), 1, g.queries), s["v"], pairs, dst, t + i, T, factors)
 
 
 def single_block_scores(k, g, s, t) -> list[Value]:
-    """s["scores"] (keys, g.queries) = K Q^T of the group of queries from t on, -infinity where the key is later. Returns each
-    query's largest score, g.vectors vectors."""
+    """s["scores"] [key][g.queries] fp32 = K Q^T of the group of queries from t on, -infinity where the key is later; K:
+    s["k_rows"], Q: s["q_transposed"], written by `pack_head`. Returns each query's largest score, g.vectors vectors."""
     top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
     for j, rows, first, needs_mask in causal_tiles(k, g, t):  # `rows` keys from j on x the queries of the vectors from `first` on
-        right = micro.Right(s["q_transposed"].at(t + first * g.lanes), MAX_SEQ)
-        left = micro.Left(s["k_rows"].at(j * g.row_units), g.row_units, 1)
+        right = micro.VectorOperand(s["q_transposed"].at(t + first * g.lanes), MAX_SEQ)
+        left = micro.BroadcastOperand(s["k_rows"].at(j * g.row_units), g.row_units, 1)
         scores = micro.micro_kernel(k, g, left, right, g.d_steps, rows=rows, vectors=g.vectors - first)
         target = s["scores"].at(j * g.queries)
         for v in range(first, g.vectors):
@@ -169,7 +169,7 @@ def single_block_scores(k, g, s, t) -> list[Value]:
             for r, row in enumerate(scores):
                 x = row[v - first]
                 if needs_mask and v == first:
-                    x = earlier(k, g, x, j + r, t + v * g.lanes, float("-inf"))
+                    x = mask_future_queries(k, g, x, j + r, t + v * g.lanes, float("-inf"))
                 target.store(x, r * g.queries + v * g.lanes)
                 best = k.max(x, best)
             top[v].value = best
@@ -177,32 +177,35 @@ def single_block_scores(k, g, s, t) -> list[Value]:
 
 
 def single_block_probabilities(k, g, s, t, shift, softmax_scale_log2: float) -> list[Value]:
-    """s["p"] = exp2(scores * softmax_scale_log2 + shift) of the group of queries from t on, packed as units along the keys;
-    `shift`: a vector for each of g.vectors. Returns each query's sum."""
+    """s["p"] [key / 2][g.queries] = exp2(scores * softmax_scale_log2 + shift) of the group of queries from t on, as bf16 pairs
+    along the keys, from s["scores"] [key][g.queries] fp32. `shift`: g.vectors vectors, minus each query's scaled maximum. Returns
+    the sums."""
     sums = [k.var_vec(0.0) for _ in range(g.vectors)]
 
-    def pair(j, first: int) -> None:
+    def key_pairs() -> Iterator[tuple[Any, int]]:
+        """(first key, first vector) of each pair of keys that the group sees; the last keys only by its second vector."""
+        with k.loop(0, t + g.lanes, 2) as j:
+            yield j, 0
+        last = t + g.lanes
+        for i in range(0, g.lanes, 2):
+            yield last + i, 1
+
+    for j, first in key_pairs():
         for v in range(first, g.vectors):
             rows = [s["scores"].at((j + i) * g.queries).load(v * g.lanes) for i in range(2)]
             p = [micro.exp2_nonpositive(k, g, k.fma(x, softmax_scale_log2, shift[v])) for x in rows]
             for x in p:
                 sums[v].value = sums[v].value + x
             s["p"].at((j >> 1) * g.queries).store(micro.pack_units(k, g, *p), v * g.lanes)
-
-    with k.loop(0, t + g.lanes, 2) as j:
-        pair(j, 0)
-    last = t + g.lanes
-    for i in range(0, g.lanes, 2):
-        pair(last + i, 1)
     return [x.value for x in sums]
 
 
 def attention_backward_single_block(
     k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, *, batch, seq, heads, kv_heads, D, strides, mask_spec
 ) -> None:
-    """dq, dkeys and dvalues of causal attention of sequences of MAX_SEQ tokens at most. A work item is a head of keys with its
-    group of query heads, whose dk and dv are summed in scratch. `strides`: of q, k, v, dq, dk, dv; `delta`: as in
-    attention_backward.py."""
+    """The kernel: dq, dkeys and dvalues of causal attention, T <= MAX_SEQ, from lse and delta (B, heads, T) fp32. A work item is a
+    head of keys with its group of query heads; of a group of several, dK and dV are summed in scratch (s["dk"], s["dv"], fp32) and
+    stored at the end. `strides`: of q, k, v, dq, dk, dv; `delta`: as in attention_backward.py."""
     g, T = micro.Geometry.of(k.isa, q.dtype, D), micro.runtime_size(k, seq)
     group = heads // kv_heads
     s = micro.blocks_of(k, backward_units(g, group > 1))
@@ -212,19 +215,21 @@ def attention_backward_single_block(
         sequence, kv_head = item // kv_heads, item % kv_heads
         token = sequence * T
         tensors = zip((keys, values, dkeys, dvalues), (*strides[1:3], *strides[4:]), strict=True)
-        key_rows, value_rows, dk, dv = (micro.Rows.of(p, token, kv_head, D=D, stride=stride) for p, stride in tensors)
-        load_rows(k, g, key_rows, T, rows=s["k_rows"], vnni=s["k"])
-        load_rows(k, g, value_rows, T, rows=s["v_rows"])
+        key_rows, value_rows, dk, dv = (micro.HeadRows.of(p, token, kv_head, D=D, stride=stride) for p, stride in tensors)
+        pack_head(k, g, key_rows, T, rows=s["k_rows"], vnni=s["k"])
+        pack_head(k, g, value_rows, T, rows=s["v_rows"])
         sums = [(dv, ones), (dk, scale)]
         # Several query heads add to dv and dk: their sums are fp32, and scaled and rounded at the end.
         if group > 1:
-            sums = [(micro.Rows(s[name], g.padded_D), ones) for name in ("dv", "dk")]
+            sums = [(micro.HeadRows(s[name], g.padded_D), ones) for name in ("dv", "dk")]
             for dst, _ in sums:
                 micro.clear(k, dst.pointer, MAX_SEQ * g.padded_D)
-        with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as group_index:
+        with query_heads(k, group) as group_index:
             head = kv_head * group + group_index
-            load_rows(k, g, micro.Rows.of(q, token, head, D=D, stride=strides[0]), T, transposed=s["q_transposed"], vnni=s["q"])
-            load_rows(k, g, micro.Rows.of(dout, token, head, D=D, stride=heads * D), T, transposed=s["do_transposed"], vnni=s["do"])
+            pack_head(k, g, micro.HeadRows.of(q, token, head, D=D, stride=strides[0]), T, transposed=s["q_transposed"], vnni=s["q"])
+            pack_head(
+                k, g, micro.HeadRows.of(dout, token, head, D=D, stride=heads * D), T, transposed=s["do_transposed"], vnni=s["do"]
+            )
             head_row = (sequence * heads + head) * T
             with k.loop(0, micro.round_up(k, T, g.queries), g.lanes) as t:
                 mask = k.mask_first(T - t)
@@ -237,39 +242,40 @@ def attention_backward_single_block(
             with k.loop(0, T, g.rows) as j:
                 u = j >> 1
                 for name, vnni, (dst, factors) in zip(("p", "ds"), ("do", "q"), sums, strict=True):
-                    left, right = micro.Left(s[name].at(j * half + u), half, 1), s[vnni].at(u * g.padded_D)
+                    left, right = micro.BroadcastOperand(s[name].at(j * half + u), half, 1), s[vnni].at(u * g.padded_D)
                     gemm_rows(k, g, left, right, pairs - u, dst, j, T, factors, add=group > 1)
             # dQ = dS K, for g.rows queries at a time, which see no key behind their last one.
-            dq_rows = micro.Rows.of(dq, token, head, D=D, stride=strides[3])
+            dq_rows = micro.HeadRows.of(dq, token, head, D=D, stride=strides[3])
             with k.loop(0, T, g.rows) as i:
                 num_keys = k.ceil_div(k.min(i + g.rows, T), 2)
-                gemm_rows(k, g, micro.Left(s["ds_vnni"].at(i), 1, MAX_SEQ), s["k"], num_keys, dq_rows, i, T, scale)
+                gemm_rows(k, g, micro.BroadcastOperand(s["ds_vnni"].at(i), 1, MAX_SEQ), s["k"], num_keys, dq_rows, i, T, scale)
         if group > 1:
             micro.unpack_tile(k, g, s["dv"], T, dv, 1.0)
             micro.unpack_tile(k, g, s["dk"], T, dk, scale[0])
 
 
 def single_block_gradients(k, g, s, t, softmax_scale_log2: float) -> None:
-    """P = exp(S - lse) and dS = P (dP - delta) of the group of queries from t on: s["p"], s["ds"] packed as units along the
-    queries, s["ds_vnni"] = dS as units along the keys. S = K Q^T and dP = V dO^T, both transposed."""
+    """P = exp(S - lse) and dS = P (dP - delta) of the group of queries from t on, with S = K Q^T and dP = V dO^T. Writes s["p"] and
+    s["ds"], [key] [MAX_SEQ / 2] bf16 pairs along the queries, and s["ds_vnni"] = dS, [key / 2] [MAX_SEQ] pairs along the keys.
+    Operands: packed by `pack_head`; s["shift"] = -lse log2(e) and s["delta"], [query] fp32."""
     for j, rows, first, needs_mask in causal_tiles(k, g, t):  # `rows` keys from j on x the queries of the vectors from `first` on
         lanes = range(first, g.vectors)
         shape = {"rows": rows, "vectors": len(lanes)}
         first_query = t + first * g.lanes
         scores = micro.micro_kernel(
-            k, g, micro.Left(s["k_rows"].at(j * g.row_units), g.row_units, 1),
-            micro.Right(s["q_transposed"].at(first_query), MAX_SEQ), g.d_steps, **shape,
+            k, g, micro.BroadcastOperand(s["k_rows"].at(j * g.row_units), g.row_units, 1),
+            micro.VectorOperand(s["q_transposed"].at(first_query), MAX_SEQ), g.d_steps, **shape,
         )  # fmt: skip
         for n, v in enumerate(lanes):
             shift = s["shift"].load(t + v * g.lanes)
             for r, row in enumerate(scores):
                 p = micro.exp2_nonpositive(k, g, k.fma(row[n], softmax_scale_log2, shift))
                 if needs_mask and v == first:
-                    p = earlier(k, g, p, j + r, t + v * g.lanes, 0.0)
+                    p = mask_future_queries(k, g, p, j + r, t + v * g.lanes, 0.0)
                 s["p_tile"].store(p, (r * len(lanes) + n) * g.lanes)
         dp = micro.micro_kernel(
-            k, g, micro.Left(s["v_rows"].at(j * g.row_units), g.row_units, 1),
-            micro.Right(s["do_transposed"].at(first_query), MAX_SEQ), g.d_steps, **shape,
+            k, g, micro.BroadcastOperand(s["v_rows"].at(j * g.row_units), g.row_units, 1),
+            micro.VectorOperand(s["do_transposed"].at(first_query), MAX_SEQ), g.d_steps, **shape,
         )  # fmt: skip
         deltas = [s["delta"].load(t + v * g.lanes) for v in lanes]
         for r in range(0, rows, 2):

@@ -33,9 +33,10 @@ def blocks_per_pack(block: int) -> int:
 
 
 @dataclass(frozen=True)
-class Table:
-    """One of a layout's tables in CSR form, of rows (blocks of keys for each block of queries) or of columns: begins of the lists,
-    block numbers of the entries, kinds of the entries. `masks`: bits of the partly masked blocks."""
+class BlockTable:
+    """One of a layout's tables in CSR form, of rows (blocks of keys for each block of queries) or of columns: `table` i32 has the
+    begins of the `lists` lists (and an end), block numbers of the `entries` entries, mask numbers of the entries. `masks` i32: bits
+    of the partly masked blocks, [mask][key of the block][word of query bits]."""
 
     k: KernelBuilder
     table: Pointer
@@ -52,15 +53,15 @@ class Table:
         """The block number of an entry."""
         return self.table.get(entry + (self.lists + 1))
 
-    def kind(self, entry) -> Value:
+    def mask_kind(self, entry) -> Value:
         """0: all of an entry's block is visible; n: mask n - 1 of `masks` says what is."""
         return self.table.get(entry + (self.lists + 1 + self.entries))
 
     def tile_mask(self, g, entry, query, j) -> tuple[Value, Callable[[], Callable[[int, int], Value]]]:
-        """(partly masked (i1), function that returns the lane mask) of the tile from row j of the packed blocks on, whose first one
-        is `entry`, for the group of queries from position `query` of its block on."""
+        """As `attention_microkernels.tile_mask`, by the layout's bits: of the tile from row j of the packed blocks on, whose first
+        block is `entry`, x the group of queries from position `query` of its block on."""
         k, words = self.k, -(-self.block // layouts.WORD)
-        kind = self.kind(entry + j // self.block)
+        kind = self.mask_kind(entry + j // self.block)
 
         def make_mask() -> Callable[[int, int], Value]:
             """Emit the addresses of the mask's words for this tile; returns the function of its lane masks."""
@@ -78,7 +79,7 @@ class Table:
         return kind > 0, make_mask
 
 
-def gather(k, g, table: Table, tensors: tuple[tuple[micro.Rows, Pointer], ...], entry, num_blocks, T) -> None:
+def gather(k, g, table: BlockTable, tensors: tuple[tuple[micro.HeadRows, Pointer], ...], entry, num_blocks, T) -> None:
     """Pack the blocks of keys of `num_blocks` entries, from `entry` on, one after the other as `rows`: for each (tensor, scratch
     block) of `tensors`. A sequence has T tokens; rows beyond are zero."""
     with k.loop(0, num_blocks) as i:
@@ -102,21 +103,21 @@ def relative_bias_of(k, g, s, block: int, relative, head, heads: int, distances:
     """The relative position bias of a head, if there is any."""
     if relative is None or distances is None:
         return None
-    return RelativePositionBias(k, g, s, block, micro.Rows.of(relative, k.int(0), head, D=g.D, stride=heads * g.D), distances)
+    return RelativePositionBias(k, g, s, block, micro.HeadRows.of(relative, k.int(0), head, D=g.D, stride=heads * g.D), distances)
 
 
 def block_sparse_attention(
     k, out, lse, q, keys, values, rows, masks, relative, *, batch, seq, heads, kv_heads, D, strides, block, lists, entries,
     distances,
 ) -> None:  # fmt: skip
-    """out and lse of attention over the blocks of keys that the table `rows` lists for each block of queries; `masks`: bits of
-    partly masked blocks. `relative` (distances, heads * D): the vectors of a relative position bias, or None. `lists`, `entries`:
-    sizes of the table. Per work item: pack the queries; pack as many listed blocks as fit into KEY_BLOCK rows; one step of the
-    online softmax for each group of queries."""
+    """The kernel: out (B, T, heads * D) and lse (B, heads, T) over the blocks of keys that the table `rows` lists for each block of
+    queries; `masks`: see `BlockTable`. `relative` (distances, heads * D): the vectors of a relative position bias, or None. A work
+    item is a block of queries: pack Q, then for as many listed blocks as fit into KEY_BLOCK rows gather K and V and do one step of
+    the online softmax for each group of queries."""
     g, T = geometry(k.isa, q.dtype, D, block, tiles=relative is None), micro.runtime_size(k, seq)
     s = micro.blocks_of(k, scratch_units(g, block, distances))
     softmax_scale, softmax_scale_log2 = PLAIN.softmax_scale(k, D), PLAIN.softmax_scale_log2(k, D)
-    table, blocks = Table(k, rows, masks, block, lists, entries), k.ceil_div(T, block)
+    table, blocks = BlockTable(k, rows, masks, block, lists, entries), k.ceil_div(T, block)
     counts = (heads, kv_heads, kv_heads)
     with amx.tile_registers(k, g.tiles), k.parallel_for(micro.runtime_size(k, batch) * heads * blocks) as item:
         sequence, head = item // (blocks * heads), item // blocks % heads
@@ -125,10 +126,10 @@ def block_sparse_attention(
         last = k.min(first + block, T)
         token = sequence * T
         q_rows, k_rows, v_rows = (
-            micro.Rows.of(p, token, micro.kv_head_of(head, heads, n), D=D, stride=stride)
+            micro.HeadRows.of(p, token, micro.kv_head_of(head, heads, n), D=D, stride=stride)
             for p, n, stride in zip((q, keys, values), counts, strides, strict=True)
         )
-        dst = micro.Rows.of(out, token, head, D=D, stride=heads * D)
+        dst = micro.HeadRows.of(out, token, head, D=D, stride=heads * D)
         bias = relative_bias_of(k, g, s, block, relative, head, heads, distances)
         with k.loop(first, last, g.queries) as t:
             init_softmax(k, g, s, q_rows, t, last, (t - first) // g.queries, LOWEST)
@@ -177,6 +178,7 @@ TABLES = {"rows": "i32", "columns": "i32", "masks": "i32", "relative": dtypes.PL
 
 @lowering("block_sparse_attention", views="q k v", also=TABLES)
 def lower_block_sparse_attention(op: Op, c: Lowering) -> None:
+    """Append the kernel with the scratch of its packed blocks."""
     constants = shape_of(op)
     g = geometry(c.isa, op.q.dtype, constants["D"], constants["block"], tiles=op.relative is None)
     c.thread_scratch(micro.offsets(scratch_units(g, constants["block"], constants["distances"]))[1])

@@ -12,19 +12,18 @@ column has one block of keys and loops over the rows that list it.
 The gradient of the position bias is a sum over all queries. The rows of a layout are split into parts, whose number depends on the
 numbers of sequences and heads; each part of each sequence has a partial sum, and these are added in order."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from math import sqrt
 from typing import Any
 
 from barellm.cpu.kernel import ISA, Lowering, Op, Value, lowering, part
 from barellm.cpu.kernels.attention import attention_microkernels as micro
 from barellm.cpu.kernels.attention.attention_backward import attention_delta, use_one_pass
-from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead, Operands
+from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead, Operands, query_heads
 from barellm.cpu.kernels.attention.attention_mask import PLAIN
 from barellm.cpu.kernels.attention.block_sparse_attention import (
     TABLES,
-    Table,
+    BlockTable,
     blocks_per_pack,
     gather,
     geometry,
@@ -41,7 +40,8 @@ PARTIAL_SUMS = 64  # of the position bias's gradient, over all heads of keys: en
 
 
 def scratch_units(g, block: int, rows: int, distances: Distances | None) -> dict[str, int]:
-    """Sizes of the blocks in scratch, in 32-bit units; dk and dv of all `rows` keys may accumulate there."""
+    """Sizes of the scratch blocks of a BlockSparseHead, in 32-bit units: packed blocks of keys, tiles of P and dS, fp32
+    accumulators "dq" of a block of queries, and "dk", "dv" of all `rows` keys. `distances`: of the position bias, None: no bias."""
     packed = blocks_per_pack(block) * block
     bias = backward_units(g, block, blocks_per_pack(block), distances) if distances else {}
     return {
@@ -60,11 +60,11 @@ class BlockSparseHead(BackwardHead):
     block of queries minus that of packed block i of keys. With `sums` it accumulates the gradient of its relative position bias."""
 
     def __init__(
-        self, k, operands: Operands, sequence, head, table: Table, rows: int, relative, distances: Distances | None, *, sums: bool,
-        **size_constants,
+        self, k, operands: Operands, sequence, head, table: BlockTable, rows: int, relative, distances: Distances | None,
+        *, sums: bool, **size_constants,
     ) -> None:  # fmt: skip
-        """`rows`: tokens of a sequence, padded to blocks; `relative`, `distances`: the position bias's vectors and distances, or
-        None."""
+        """As BackwardHead. `rows`: tokens of a sequence, padded to blocks; `relative` (distances, heads * D), `distances`: the
+        position bias's vectors and their first and last distance, or None; `sums`: accumulate their gradient."""
         self.table, self.padded, self.distances = table, rows, distances
         super().__init__(k, operands, sequence, head, rate=0.0, length=rows, mask_spec=PLAIN, **size_constants)
         self.query = self.entry = k.int(0)
@@ -103,8 +103,9 @@ class BlockSparseHead(BackwardHead):
         return self.table.tile_mask(self.g, self.entry, self.query, key)
 
     def add_row(self, row, begin, end, is_one_pass) -> None:
-        """Accumulate in scratch dq of the block of queries `row` over the table's entries [begin, end); where `is_one_pass` (i1)
-        also what these queries add to dk and dv."""
+        """Add the block of queries `row` x its listed blocks of keys, the table's entries [begin, end): s["dq"] [D][queries]
+        accumulates its dq, from zero; where `is_one_pass` (i1) s["dk"] and s["dv"] [key][g.padded_D] of all keys what these queries
+        add to them."""
         k, g, s, block = self.k, self.g, self.s, self.table.block
         first = row * block
         last = k.min(first + block, self.T)
@@ -142,22 +143,16 @@ def rows_per_part(k, batch: str | int, kv_heads: int, blocks) -> Value:
     return k.ceil_div(blocks, k.ceil_div(k.int(PARTIAL_SUMS), micro.runtime_size(k, batch) * kv_heads))
 
 
-@contextmanager
-def query_heads(k, group: int) -> Iterator[Value]:
-    """Loop over the `group` heads of queries that share a head of keys; yields the index in the group."""
-    with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as member:
-        yield member
-
-
 def block_sparse_attention_backward_rows(
     k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, rows, masks, relative, partials, *, batch, modes, heads, kv_heads,
     block, lists, entries, distances, **shape,
 ) -> None:  # fmt: skip
-    """Compute dq, and in one pass also dk and dv. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v, dq,
-    dk, dv. partials (sequences, parts, distances, heads * D): partial sums of the relative bias's gradient. A work item is a head
-    of keys (one pass) or a part of its rows, for all heads of queries that share it."""
+    """The kernel: dq, and in one pass also dkeys and dvalues. A work item is a head of keys (one pass) or a part of its rows of the
+    layout, for all query heads that share it. `rows`, `masks`: see `BlockTable`. partials (sequences, parts, distances, heads * D)
+    fp32: partial sums of the relative bias's gradient. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v,
+    dq, dk, dv."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
-    table, T, group = Table(k, rows, masks, block, lists, entries), micro.runtime_size(k, shape["seq"]), heads // kv_heads
+    table, T, group = BlockTable(k, rows, masks, block, lists, entries), micro.runtime_size(k, shape["seq"]), heads // kv_heads
     shared, blocks = micro.runtime_size(k, batch) * kv_heads, k.ceil_div(T, block)
     is_one_pass, padded = use_one_pass(k, shared), lists // heads * block
     add = [k.keep(mode) for mode in modes]
@@ -187,7 +182,7 @@ def block_sparse_attention_backward_rows(
                 if h.sums:
                     C, M = heads * h.g.D, distances[1] - distances[0] + 1
                     dst = partials.at((sequence * parts + part_of_rows) * (M * C) + head * h.g.D)
-                    h.sums.store(micro.Rows(dst, C), 1 / sqrt(h.g.D))
+                    h.sums.store(micro.HeadRows(dst, C), 1 / sqrt(h.g.D))
             with k.when(is_one_pass & group_index.equals(group - 1)):
                 h.store_dkdv(k.int(0), T, h.s["dk"], h.s["dv"], (add[1], add[2]))
 
@@ -196,10 +191,10 @@ def block_sparse_attention_backward_columns(
     k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, columns, masks, relative, *, batch, modes, heads, kv_heads, block,
     lists, entries, distances, **shape,
 ) -> None:  # fmt: skip
-    """Compute dk and dv, unless one pass did. A work item is a block of keys of a head of keys: a column of the layout, whose table
-    `columns` lists blocks of queries. Parameters as in `block_sparse_attention_backward_rows`."""
+    """The kernel: dkeys and dvalues, unless one pass did. A work item is a block of keys of a head of keys: a column of the layout,
+    whose table `columns` lists blocks of queries. Other parameters as in `block_sparse_attention_backward_rows`."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
-    table, T, group = Table(k, columns, masks, block, lists, entries), micro.runtime_size(k, shape["seq"]), heads // kv_heads
+    table, T, group = BlockTable(k, columns, masks, block, lists, entries), micro.runtime_size(k, shape["seq"]), heads // kv_heads
     shared, blocks = micro.runtime_size(k, batch) * kv_heads, k.ceil_div(T, block)
     add = [k.keep(mode) for mode in modes]
     padded = lists // heads * block
@@ -245,7 +240,8 @@ def add_relative_parts(k, drelative, partials, *, batch, seq, kv_heads, block, s
 
 @lowering("block_sparse_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)
 def lower_block_sparse_attention_backward(op: Op, c: Lowering) -> None:
-    """Call delta, both passes (the second does nothing where one pass is chosen), and the sum of the bias's partial gradients."""
+    """Append `attention_delta`, both passes (the second does nothing where one pass is chosen), and the sum of the bias's partial
+    gradients."""
     shape, layout = shape_of(op), op.layout
     shape["strides"] += tuple(t.row_stride for t in (op.dq, op.dk, op.dv))
     modes = tuple(op.modes[name] for name in ("dq", "dk", "dv"))

@@ -48,14 +48,14 @@ class Angles:
         """(factor of each column, factor of its neighbour in the plane): cosine and sine. The sine is negative for odd columns, or
         with `back` for even ones. Columns that do not rotate have 1 and 0."""
         k, left = self.k, self.half - c
-        same, other = self._twice(self.cos, c), self._twice(self.sin, c)
+        same, other = self._load_per_column(self.cos, c), self._load_per_column(self.sin, c)
         if left < k.lanes:
             same = k.select(k.mask_first(left), same, 1.0)
         signs = ", ".join(f"i32 {0 if i % 2 == self.back else -(1 << 31)}" for i in range(k.lanes))
         flipped = k.bitcast(other, k.ivec) ^ Value(k, k.ivec, f"<{signs}>")
         return same, k.bitcast(flipped, k.vec)
 
-    def _twice(self, table, c: int) -> Value:
+    def _load_per_column(self, table, c: int) -> Value:
         """Load the table's values for columns from c on: each plane's value in both of its columns, zero beyond the last plane."""
         k, planes, left = self.k, self.k.lanes // 2, (self.half - c) // 2
         if left >= planes:
@@ -67,7 +67,7 @@ class Angles:
 
 @dataclass(frozen=True)
 class HeadOfRow:
-    """A head of a row of x. `begin`: the first row of the work item; `t`: the position in its sequence; `moves`: whether the upper
+    """A head of a row of x. `begin`: the first row of the work item; `t`: the position in its sequence; `is_shifted`: the upper
     half of its columns comes from the position before."""
 
     row: Value
@@ -75,7 +75,7 @@ class HeadOfRow:
     t: Value
     head: Value
     angles: Angles
-    moves: bool
+    is_shifted: bool
 
 
 class HeadLoop:
@@ -89,8 +89,9 @@ class HeadLoop:
         self.W = self.D * self.count
 
     def heads_of_rows(self) -> Iterator[HeadOfRow]:
-        """Yield each head of each row, inside the emitted loops; with `paired` two adjacent ones at a time, each with its own
-        angles. With `shift` the heads of keys have a loop of their own, as they move."""
+        """Yield each head of each row, inside the emitted loops over (batch * seq) rows and heads; with `paired` two adjacent ones
+        at a time, each with its own angles. With `shift` the heads of keys have a loop of their own, as only they take columns from
+        the row before."""
         k, quarter = self.k, self.half // 2  # planes of a head
         parts = [(0, self.heads, False), (self.heads, self.count, True)] if self.shift else [(0, self.count, False)]
         cached = 2 * self.step * -(-self.half // k.lanes) <= k.isa.registers // 2
@@ -100,10 +101,10 @@ class HeadLoop:
             for i in range(self.step):
                 cos, sin = (table.at((t * self.step + i) * quarter) for table in self.tables)
                 angles.append(Angles(k, cos, sin, half=self.half, back=self.back, cached=cached))
-            for low, high, moves in parts:
+            for low, high, is_shifted in parts:
                 with k.loop(low, high, self.step) as head:
                     for i in range(self.step):
-                        yield HeadOfRow(row, begin, t, head + i, angles[i], moves)
+                        yield HeadOfRow(row, begin, t, head + i, angles[i], is_shifted)
 
     def vectors(self, low: int, high: int) -> list[tuple[int, int, Value | None]]:
         """(index, first column, mask) of each of a head's vectors that has columns in [low, high); mask None: all."""
@@ -160,73 +161,75 @@ def lane_range_mask(k, first: int, last: int) -> Value:
 
 @kernel("qk_rotary", constants=lambda op: {"eps": op.eps, **constants_of(op)}, views="x")
 def qk_rotary(k, y, rstd, x, cos, sin, *, eps, strides, lines, **shape) -> None:
-    """y = RoPE(x * rstd) for each head, rstd = 1 / sqrt(mean(x^2) + eps) over its D columns. Memory is read once: a head stays in
-    registers. If a head moves, its upper half is that of the position before, normalized by that one's rstd."""
-    walk = HeadLoop(k, cos, sin, back=False, **shape)  # heads of rows, and their vectors
-    nontemporal = walk.nontemporal(y, lines)
+    """The kernel: y (batch, seq, W) = RoPE(x * rstd) of each head, rstd (batch, seq, heads + kv_heads) fp32 = 1 / sqrt(mean(x^2) +
+    eps) over its D columns. Memory is read once: a head stays in registers. The upper half of a shifted head is that of the
+    position before, normalized by that position's rstd."""
+    heads = HeadLoop(k, cos, sin, back=False, **shape)
+    nontemporal = heads.nontemporal(y, lines)
 
     def rstd_of(v) -> Value:
-        return 1.0 / k.sqrt(walk.dot(v, v) * (1.0 / walk.D) + eps)
+        return 1.0 / k.sqrt(heads.dot(v, v) * (1.0 / heads.D) + eps)
 
-    for at in walk.heads_of_rows():
-        src = x.at(at.row * strides[0] + at.head * walk.D)
-        v = walk.load(src)
-        if strides[0] != walk.W:
-            walk.prefetch(src, PREFETCH_VIEW_ROWS, strides[0], near=False)
+    for at in heads.heads_of_rows():
+        src = x.at(at.row * strides[0] + at.head * heads.D)
+        v = heads.load(src)
+        if strides[0] != heads.W:
+            heads.prefetch(src, PREFETCH_VIEW_ROWS, strides[0], near=False)
         head_rstd = rstd_of(v)
-        rstd.put(head_rstd, at.row * walk.count + at.head)
+        rstd.put(head_rstd, at.row * heads.count + at.head)
         n = [at.angles.rotate(x * k.splat(head_rstd), j * k.lanes) for j, x in enumerate(v)]
-        if at.moves:
+        if at.is_shifted:
             # This thread has written the previous position's rstd already, unless that row was another work item's.
             previous_rstd, has_previous = k.var(head_rstd), at.t > 0
             previous = src.at(k.select(has_previous, k.int(-strides[0]), 0))
             with k.when(has_previous):
                 with k.when(at.row.equals(at.begin)):
-                    previous_rstd.value = rstd_of(walk.load(previous))
+                    previous_rstd.value = rstd_of(heads.load(previous))
                 with k.when(at.row > at.begin):
-                    previous_rstd.value = rstd.get((at.row - 1) * walk.count + at.head)
+                    previous_rstd.value = rstd.get((at.row - 1) * heads.count + at.head)
             scale = k.splat(previous_rstd.value)
-            upper = walk.vectors(walk.half, walk.D)
-            walk.replace_upper(n, [previous.load(c, mask) * scale for _, c, mask in upper])
-        walk.store(y.at(at.row * strides[1] + at.head * walk.D), n, nontemporal)
+            upper = heads.vectors(heads.half, heads.D)
+            heads.replace_upper(n, [previous.load(c, mask) * scale for _, c, mask in upper])
+        heads.store(y.at(at.row * strides[1] + at.head * heads.D), n, nontemporal)
 
 
 @kernel("qk_rotary_backward", constants=constants_of, views="x dx")
 def qk_rotary_backward(k, dx, dy, x, rstd, cos, sin, *, strides, lines, mode_dx, **shape) -> None:
-    """dx = rstd (dn - n mean(dn n)) for each head, where n = x rstd, and dn is dy rotated back; if the head moves, the upper half
-    of dn goes back to the position before."""
-    walk = HeadLoop(k, cos, sin, back=True, **shape)
-    nontemporal = walk.nontemporal(dx, lines) if mode_dx == "store" else None
-    for at in walk.heads_of_rows():
-        column = at.head * walk.D
-        src, dst, dy_head = (p.at(at.row * stride + column) for p, stride in ((x, strides[0]), (dx, strides[1]), (dy, walk.W)))
-        dn = walk.load(dy_head)
-        if walk.shift:
-            walk.prefetch(dy_head, PREFETCH_ROWS, walk.W, near=True)
-        if strides[0] != walk.W:
-            walk.prefetch(src, PREFETCH_VIEW_ROWS, strides[0], near=False)
-        if at.moves:
-            move_back(walk, dn, dy_head, at.t)
+    """The kernel: dx = rstd (dn - n mean(dn n)) of each head, where n = x rstd, and dn is dy rotated back; of a shifted head the
+    upper half of dn goes back to the position before. rstd: as `qk_rotary` stored it; dx is stored or added (mode_dx)."""
+    heads = HeadLoop(k, cos, sin, back=True, **shape)
+    nontemporal = heads.nontemporal(dx, lines) if mode_dx == "store" else None
+    for at in heads.heads_of_rows():
+        column = at.head * heads.D
+        src, dst, dy_head = (p.at(at.row * stride + column) for p, stride in ((x, strides[0]), (dx, strides[1]), (dy, heads.W)))
+        dn = heads.load(dy_head)
+        if heads.shift:
+            heads.prefetch(dy_head, PREFETCH_ROWS, heads.W, near=True)
+        if strides[0] != heads.W:
+            heads.prefetch(src, PREFETCH_VIEW_ROWS, strides[0], near=False)
+        if at.is_shifted:
+            unshift_upper_half(heads, dn, dy_head, at.t)
         dn = [at.angles.rotate(g, j * k.lanes) for j, g in enumerate(dn)]
-        scale = k.splat(rstd.get(at.row * walk.count + at.head))
-        n = [x * scale for x in walk.load(src)]
-        mean = k.splat(walk.dot(dn, n) * (1.0 / walk.D))
+        scale = k.splat(rstd.get(at.row * heads.count + at.head))
+        n = [x * scale for x in heads.load(src)]
+        mean = k.splat(heads.dot(dn, n) * (1.0 / heads.D))
         new = []
-        for j, c, mask in walk.vectors(0, walk.D):
+        for j, c, mask in heads.vectors(0, heads.D):
             value = k.fma(-n[j], mean, dn[j]) * scale
             new.append(accumulate(k, dst, c, mask, value, mode_dx))
-        walk.store(dst, new, nontemporal)
+        heads.store(dst, new, nontemporal)
 
 
-def move_back(walk: HeadLoop, dn, row, t) -> None:
-    """Replace the upper half of `dn`, the gradient of a head at position t, by that of the next position, or by zero at the last
-    one. Position 0 keeps its own as well, because it has no position before. `row`: the head in dy."""
-    k, upper = walk.k, walk.vectors(walk.half, walk.D)
+def unshift_upper_half(heads: HeadLoop, dn, row, t) -> None:
+    """Replace the upper half of `dn`, the vectors of a head's gradient at position t, by that of the next position, or by zero at
+    the last one. Position 0 keeps its own as well, because it has no position before. `row`: the head in dy (rows of heads.W
+    elements)."""
+    k, upper = heads.k, heads.vectors(heads.half, heads.D)
     moved = new_accumulators(k, len(upper))
-    with k.when(t + 1 < walk.T):
+    with k.when(t + 1 < heads.T):
         for total, (_, c, mask) in zip(moved, upper, strict=True):
-            total.value = row.load(walk.W + c, mask)
+            total.value = row.load(heads.W + c, mask)
     with k.when(t.equals(0)):
         for total, (j, _, _) in zip(moved, upper, strict=True):
             total.value = total.value + dn[j]
-    walk.replace_upper(dn, [total.value for total in moved])
+    heads.replace_upper(dn, [total.value for total in moved])

@@ -45,7 +45,7 @@ class RelativePositionBias:
     g: micro.Geometry
     s: dict[str, Pointer]
     block: int
-    table: micro.Rows
+    table: micro.HeadRows
     distances: Distances
 
     def near(self, block_distance) -> Value:
@@ -89,8 +89,9 @@ class RelativePositionBias:
         return zero, begin & -g.rows, micro.round_up(k, end, g.rows)
 
     def bias_of_queries(self, block_distance, i, query, transposed) -> None:
-        """Write R Q^T of key block i into the scratch s["bias"], rows of a distance with g.queries columns each: R are the vectors
-        of distances, Q^T a group of queries, packed as `transposed`. Distances without a vector get zeros."""
+        """s["bias"] [distance][g.queries] fp32 of packed block i of keys = R Q^T: R, the vectors of distances that `pack_tile` left
+        in s["r_rows"]; Q, a group of queries packed as `transposed`, from `query` of its block on. Distances without a vector get
+        zeros."""
         k, g, rows = self.k, self.g, self.block + self.g.queries
         _, begin, end = self.window(block_distance, query)
         dst, vectors = (self.s["bias"].at(i * (rows * g.queries)), self.s["r_rows"].at(i * (2 * self.block * g.row_units)))
@@ -126,12 +127,13 @@ class RelativePositionBias:
         """Store dS of the tile of keys from packed row j on, for `backward`."""
         g, rows = self.g, self.block + 2 * self.g.queries
         dst = self.s["ds_padded"].at((j // self.block * rows + (j % self.block + g.queries)) * g.queries)
-        for r, row in enumerate(ds):
-            for v, x in enumerate(row):
-                dst.store(x, r * g.queries + v * g.lanes)
+        micro.store_tile(g, ds, dst, g.queries)
 
     def backward(self, block_distance, i, query, dq) -> None:
-        """dQ^T of a group, before scaling, += R^T dB and dR += dB Q, dB = the gradient of the group's bias, dS along diagonals."""
+        """dq [D][queries] fp32 += R^T dB (before scaling) and s["dr"] [distance][g.padded_D] fp32 += dB Q, for packed block i of
+        keys and the group of queries from `query` of its block on. dB, the gradient of the group's bias, is dS along diagonals:
+        from s["ds_padded"], that `record_ds` filled, to s["dbias"] in units along the queries and s["dbias_vnni"] along the
+        distances."""
         k, g, s = self.k, self.g, self.s
         rows = self.block + 2 * g.queries
         zero, begin, end = self.window(block_distance, query)  # `zero`: the distance of row 0 of the tile

@@ -19,9 +19,9 @@ def constants_of(op: Op) -> dict[str, Any]:
 
 @kernel("rope", constants=constants_of, views="x y", also={"positions": "i32"})
 def rope(k, y, x, cos, sin, positions, *, batch, seq, W, half, heads, inverse, strides, lines, mode_y) -> None:
-    """y = x with the first `heads` heads of each row rotated by the angles of its position (`inverse`: by the negative angles), and
-    the other columns copied. `positions` (batch, seq) i32; None: positions begin at the scalar pos. If there are enough registers,
-    a row's cosines and sines stay there for all heads."""
+    """The kernel: y (batch, seq, W) = x with the first `heads` heads of each row rotated by the angles of its position (`inverse`:
+    by the negative angles), and the other columns copied. `positions` (batch, seq) i32; None: positions begin at the scalar pos.
+    cos, sin (maxT, half) fp32: a row's values stay in registers for all heads where there are enough. `mode_y`: store or add."""
     T, pos = runtime_size(k, seq), None if positions is not None else k.scalar("pos")
     rows, rotated = runtime_size(k, batch) * T, heads * 2 * half
     columns = k.columns(half)

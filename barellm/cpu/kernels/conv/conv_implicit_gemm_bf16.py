@@ -194,7 +194,7 @@ class ImplicitGemm:
             image = self.sums.bytes((block * b.images + n) * self.scratch.image)
             self._store(n, image, self.first_column + block * self.tile_n)
 
-    def _pack(self, n, c: Value, chunk) -> None:
+    def _pack(self, n, c, chunk) -> None:
         """Pack a chunk of channels of an image: vectors of positions' channel pairs, transposed. Some lines of all channels at a
         time, which stay in L1."""
         k, lanes, pairs, layout = self.k, self.k.lanes, self.blocking.pairs, self.layout

@@ -98,7 +98,7 @@ class OutputLines:
         )
         return plane, row
 
-    def load(self, lines: LineBuffer, number, line, c: Value, r) -> None:
+    def load(self, lines: LineBuffer, number, line, c, r) -> None:
         """Line `number` of `lines` = what filter row r of channel c sees for output line `line`."""
         offsets, (H, W) = self.geometry.row_offsets, self.geometry.input_size
         step = offsets[1] - offsets[0] if len(offsets) > 1 else 0

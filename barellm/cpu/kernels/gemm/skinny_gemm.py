@@ -197,7 +197,7 @@ class SkinnyGemm:
                 with k.when(high < self.rows):
                     self._micro_tile(block, read_from, high, LOW, tiles - 1)
 
-    def _next_block(self, at, c: Value, p) -> dict[str, Any]:
+    def _next_block(self, at, c, p) -> dict[str, Any]:
         """`next`, `run` and `gap` of the block at column c of the panel and KC block p, whose first column is at `at`. Next come
         the columns beside it, after the panel's last ones the first of the next KC block, after the last of these the next
         panel."""

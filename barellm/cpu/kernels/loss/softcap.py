@@ -96,7 +96,7 @@ def log_sum_exp(k, logits, exponentials, valid: int, cap: Cap | None) -> tuple[V
     shift = highest(k, logits, valid) if cap is None else k.to(cap[0], "float")
     shift_vector = k.splat(shift)
 
-    def term(c: Any, mask) -> Value:
+    def term(c, mask) -> Value:
         e, sloped = exponential(k, logits.load(c, mask), shift_vector, cap)
         if exponentials is not None:
             exponentials.store(sloped, c, mask)

@@ -83,7 +83,7 @@ class Normalised:
         self.src, self.scale = src, k.splat(rstd.get(row))
         self.centre = None if mean is None else k.splat(mean.get(row))
 
-    def load(self, c: Any, mask) -> Value:
+    def load(self, c, mask) -> Value:
         x = self.src.load(c, mask)
         return (x if self.centre is None else x - self.centre) * self.scale
 
@@ -98,7 +98,7 @@ class GradientOfRow:
         self.normalised = Normalised(k, row, self.x, mean, rstd)
         self.centred, self.scale = mean is not None, self.normalised.scale
 
-    def factors(self, c: Any, mask) -> tuple[Value, Value, Value]:
+    def factors(self, c, mask) -> tuple[Value, Value, Value]:
         """Vectors of dy, dn and n."""
         g = self.dy.load(c, mask)
         dn = g if self.weight is None else g * self.weight.load(c, mask)
@@ -122,7 +122,7 @@ class GradientOfRow:
         # The difference first: where dn is its own mean, the result is zero and not the rounding of two products.
         return self.k.fma(-n, means[0], dn - means[1] if self.centred else dn) * self.scale
 
-    def prefetch(self, row, c: Any, j: int) -> None:
+    def prefetch(self, row, c, j: int) -> None:
         """Prefetch into L2 what the other pass reads at column c. Either pass alone would leave DRAM idle while it computes."""
         if j * self.k.lanes * row.itemsize % loops.LINE == 0:
             self.k.prefetch(row.at(c), near=False)

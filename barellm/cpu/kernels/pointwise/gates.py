@@ -197,7 +197,7 @@ def gated_backward(k, partials, dx, dz, dy, x, z, factor, *, batch, seq, C, N, s
             logits, dz_row = z.at(row * N), dz.at(row * N)
             dy_row, src, dst_row = (dy.at(row * C), x.at((row - shift) * stride["x"]), dx.at((row - shift) * stride["dx"]))
 
-            def store_dz(c: Any, mask, value, dz_row=dz_row) -> None:
+            def store_dz(c, mask, value, dz_row=dz_row) -> None:
                 dz_row.store(loops.accumulate(k, dz_row, c, mask, k.to(value, k.vec), modes[1]), c, mask)
 
             def group(n, dy_row=dy_row, src=src, dst_row=dst_row) -> None:

@@ -50,7 +50,7 @@ def collect(k, keys, selected, columns, C: int, K: int, least) -> None:
     ties = k.var(K - count(k, keys, C, least + 1))  # how many equal ones there is room for
     size = k.var(k.int(0))
 
-    def append(c: Value) -> None:
+    def append(c) -> None:
         key = keys.get(c)
         tie = key.equals(least) & (ties.value > 0)
         with k.when((key > least) | tie):

@@ -30,14 +30,14 @@ class Squares:
     def __init__(self, k, rows: int, columns: int, load: Load, store: Store) -> None:
         self.k, self.rows, self.columns, self.load, self.store = k, rows, columns, load, store
 
-    def inner(self, r, c: Value) -> None:
+    def inner(self, r, c) -> None:
         """A full square."""
         src, dst = r * self.columns + c, c * self.rows + r
         lines = [self.load(src, i * self.columns, None) for i in range(self.k.lanes)]
         for i, v in enumerate(transpose(self.k, lines)):
             self.store(v, dst, i * self.rows, None)
 
-    def edge(self, r, c: Value) -> None:
+    def edge(self, r, c) -> None:
         """A partial square at an edge: rows beyond the last are read from it, and not stored."""
         k, dst = self.k, c * self.rows + r
         x_mask, y_mask = k.mask_first(self.columns - c), k.mask_first(self.rows - r)
@@ -92,7 +92,7 @@ def transpose_plane(k, y, x, *, rows, columns) -> None:
         attributes = f"align {4 * k.lanes}, !nontemporal !0" if nontemporal else f"align {y.itemsize}"
         k.line(f"store {v.typed}, ptr {y.at(dst).at(further).ref}, {attributes}")
 
-    def transpose_pairs(r, c: Value) -> None:
+    def transpose_pairs(r, c) -> None:
         """A full square of 16-bit elements. A 32-bit lane of a row holds two columns; the lanes of two rows are recombined so that
         each holds one column of both rows. Then squares of lanes are transposed, of the even columns and of the odd ones."""
         src, dst = x.at(r * columns + c), c * rows + r
@@ -105,7 +105,7 @@ def transpose_plane(k, y, x, *, rows, columns) -> None:
 
     masked = Squares(k, rows, columns, load, store)
 
-    def transpose_edge(r, c: Value) -> None:
+    def transpose_edge(r, c) -> None:
         """A partial square of 16-bit elements, by squares of 32-bit lanes."""
         with k.loop(r, k.min(r + side, rows), k.lanes) as i, k.loop(c, k.min(c + side, columns), k.lanes) as j:
             masked.edge(i, j)
