@@ -8,11 +8,13 @@ left out."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from barellm.cli.parsing import options
+from barellm.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from barellm.cli.checkpoints import Found
@@ -48,16 +50,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Open the model and answer lines until /exit or the end of the input."""
     from barellm.cli.checkpoints import found
-    from barellm.errors import UserError
     from barellm.generation.decode import open_decoder
 
     if args.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens is {args.max_new_tokens}, expected at least 1")
     checkpoint = found(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights, adapter=args.adapter)
-    sampling, context = (
-        options.sampling_of(args, checkpoint.tokenizer),
-        options.context_of(args.context, checkpoint.config.model.max_seq),
-    )
+    sampling = options.sampling_of(args, checkpoint.tokenizer)
+    context = options.context_of(args.context, checkpoint.config.model.max_seq)
     talk = Talk(checkpoint.tokenizer, context, min(args.max_new_tokens, context // 2), args)
     talk.ids()  # a template that fails, fails now
     with checkpoint.opened(positions=context, exact=args.exact) as compiled:
@@ -86,8 +85,6 @@ def _line() -> str | None:
             if not sys.stdin.isatty():
                 line = sys.stdin.readline()
                 return line.removesuffix("\n") if line else None
-            import contextlib
-
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  (arrow keys, and the lines before)
             return input("> ")
@@ -110,8 +107,6 @@ class Talk:
 
     def obey(self, line: str) -> bool:
         """Execute a /command; returns whether it ends the conversation."""
-        from barellm.errors import nearest
-
         name, _, words = line.strip().partition(" ")
         if name == "/exit":
             return True
@@ -130,8 +125,6 @@ class Talk:
     def ids(self) -> tuple[list[int], bool]:
         """(token ids of the conversation, without the oldest messages if it does not fit; whether its end opened the model's
         thinking). UserError if the last message alone is too long."""
-        from barellm.errors import UserError
-
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         while True:
             messages = [*system, *(self.messages or [{"role": "user", "content": ""}])]
@@ -147,7 +140,6 @@ class Talk:
 
     def answer(self, line: str, decoder: Decoder, how: Sampling) -> None:
         """Generate and print the answer to a message; Ctrl-C ends it early. A message that does not fit is dropped with a line."""
-        from barellm.errors import UserError
         from barellm.generation.writing import Written, write
 
         self.messages.append({"role": "user", "content": line})

@@ -8,9 +8,12 @@ import platform
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
+from barellm import __version__, models
 from barellm.cli.parsing.options import add, add_device
+from barellm.errors import UserError
 
 PACKAGES = ("numpy", "ml_dtypes", "llvmlite", "tokenizers", "tiktoken", "xxhash", "matplotlib")
 
@@ -43,8 +46,6 @@ def run(args: argparse.Namespace) -> int:
 
 def report() -> dict[str, dict[str, Any]]:
     """{section: {fact: value}}; None for what cannot be determined. Never raises because of the machine."""
-    from barellm import __version__
-
     return {
         "software": {
             "barellm": __version__, "python": f"{platform.python_version()} ({platform.python_implementation()})",
@@ -87,7 +88,6 @@ def gpu() -> dict[str, Any]:
     """The GPU for `--device cuda`, or why there is none."""
     from barellm.cuda import compile as cuda_compile
     from barellm.cuda import cublaslt, driver
-    from barellm.errors import UserError
 
     try:
         cublaslt_path = cublaslt.find()
@@ -112,9 +112,6 @@ def gpu() -> dict[str, Any]:
 
 def check_gpu() -> int:
     """Run the GPU self-check of GPT-2's and Llama's kernels and print each error over its bound. Exit status 1 if one fails."""
-    from textwrap import wrap
-
-    from barellm import __version__, models
     from barellm.assembly.build import build_programs, resolved
     from barellm.assembly.self_check import small
     from barellm.runtime.backend import backend
@@ -136,11 +133,9 @@ def check_gpu() -> int:
 
 def measure(device: str) -> None:
     """Measure the peaks and bandwidths again, and forget what was kept of them."""
-    from contextlib import closing
-
     from barellm.tools.plan.roofline import NAMED, kept, open_bench
 
-    with closing(open_bench(device)) as bench:
+    with contextlib.closing(open_bench(device)) as bench:
         for what in ("fp32", "bf16", *(["fp16"] * (device == "cuda")), *NAMED.values()):
             kept(bench, what, renew=True)
 
@@ -149,7 +144,6 @@ def rates() -> dict[str, str]:
     """Measured rates of this machine: FLOP/s of matmuls by dtype, memory bandwidth by mix."""
     from barellm.cpu.backend import machine_of
     from barellm.cuda import driver
-    from barellm.errors import UserError
     from barellm.runtime.rates import kept_rates
 
     shown = {}
@@ -179,8 +173,6 @@ def uses() -> dict[str, Any]:
 
 def _or_problem(fact: Callable[[], Any]) -> Any:
     """The fact, or in words what a variable of the environment has that makes it impossible."""
-    from barellm.errors import UserError
-
     try:
         found = fact()
     except UserError as error:

@@ -9,8 +9,11 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING
+
+from barellm import __version__
 
 if TYPE_CHECKING:
     import argparse
@@ -58,13 +61,10 @@ def run_command(argv: Sequence[str]) -> int:
     name = argv[0]
     if name not in COMMANDS:
         raise UserError(f"unknown command {name!r}{nearest(name, COMMANDS)} (known: {', '.join(COMMANDS)})")
-    from importlib import import_module
-
     from barellm import environment
 
     environment.check()
-    module = import_module(f"barellm.cli.{name}")
-    return module.run(parsed(argv))
+    return import_module(f"barellm.cli.{name}").run(parsed(argv))
 
 
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
@@ -74,8 +74,6 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
 
 def parser_of(name: str, words: Sequence[str]) -> Parser:
     """The parser of a command, whose options depend on the models and the preset that `words` name."""
-    from importlib import import_module
-
     from barellm import models
     from barellm.cli.parsing.options import Parser, add_own_models
 
@@ -160,8 +158,6 @@ def help_or_command(argv: Sequence[str]) -> int:
         print(help_text())
         return 0 if argv else 2
     if argv[0] in ("-V", "--version"):
-        from barellm import __version__
-
         print(f"barellm {__version__}")
         return 0
     if argv[0] == "--completion":

@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 
 from barellm.cli.parsing.options import add
+from barellm.config import overrides
 from barellm.errors import UserError
 from barellm.training import curve
 from barellm.training.console import Console
@@ -34,8 +35,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Draw the curves: in the terminal, as a picture, or as an HTML page."""
-    from barellm.training.console import Console
-
     console = Console()
     page = not args.exponent_stats and (args.out or "").lower().endswith(".html")
     for option in ("x", "y", "log") if args.exponent_stats or page else ():
@@ -106,8 +105,7 @@ def _exponent_stats(args: argparse.Namespace, console: Console) -> int:
 def _read(name: str, *, axis: str, y: str) -> list[Curve]:
     """The curve of a run's folder; two of learning rates if Muon has its own. UserError for files that no run wrote."""
     from barellm.checkpoint import checkpoint
-    from barellm.config import overrides
-    from barellm.training import curve, metrics, training_schedule
+    from barellm.training import metrics, training_schedule
 
     path, file = Path(name), _metrics_of(Path(name))
     rows, before = metrics.read(file), int

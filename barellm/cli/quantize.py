@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from barellm.cli.parsing.options import add, add_device
 from barellm.errors import UserError
-from barellm.program.quantization import quantize, scheme
 from barellm.training.console import Console, show
 
 if TYPE_CHECKING:
@@ -48,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from barellm.cli.checkpoints import found
     from barellm.data.kinds import tokenizer_files
     from barellm.interop.sources import is_checkpoint
+    from barellm.program.quantization import scheme
 
     for name, minimum in (("tokens", 0), ("batch", 1)):
         if getattr(args, name) < minimum:
@@ -143,6 +143,7 @@ def _moments(checkpoint: Found, weights: Weights, source: str | None, tokens: in
 
 def _codes(name: str, m: Matrix, w_NK: np.ndarray, moments_KK: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     from barellm.program.compensation import compensated_codes
+    from barellm.program.quantization import quantize
 
     if moments_KK is None:
         return quantize(w_NK, m.how, name=name)

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from contextlib import ExitStack, nullcontext, redirect_stdout
+from pathlib import Path
 
 from barellm import models
 from barellm.cli.parsing import help, options
@@ -41,8 +42,6 @@ def run(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace, ranks: Ranks) -> int:
     """One run, or this rank's part of it; with --json everything but the JSON rows goes to stderr."""
     started = time.monotonic()
-    from barellm.training.console import Console
-
     silent = open(os.devnull, "w") if ranks.rank else None  # noqa: SIM115  (to the end of the process)
     console = Console(json_lines=args.json, stream=silent, several=ranks.count > 1)
     # What trackers print, from threads of theirs, is no JSON.
@@ -52,8 +51,6 @@ def _train(args: argparse.Namespace, ranks: Ranks) -> int:
 
 def _trained(args: argparse.Namespace, ranks: Ranks, console: Console, started: float) -> int:
     """Resolve the configuration (new, resumed or learning rate test), then train. Returns the exit status."""
-    from pathlib import Path
-
     from barellm.assembly.build import check_device, chosen_device
     from barellm.checkpoint import folder
     from barellm.interop.sources import starting_weights

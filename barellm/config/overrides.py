@@ -2,6 +2,7 @@
 
 Which keys [model] has depends on the architecture, which the class of a configuration's `model` says."""
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import isclose
@@ -205,7 +206,6 @@ def of_file(file: File) -> Config:
 
 def read_file(path: Path) -> File:
     """Read a TOML file, or a run's config.json."""
-    import json
     import tomllib
 
     kind = "JSON" if path.suffix == ".json" else "TOML"

@@ -39,12 +39,17 @@ def cache_folder(name: str) -> Path:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: object, doing: str = "write") -> Iterator[None]:
     """Turns a failing file system into one line: disk full, read-only, no permission."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+        raise UserError(f"cannot {doing} {path}: {error.strerror or error}") from error
+
+
+def reading(path: object) -> contextlib.AbstractContextManager[None]:
+    """`writing` of what is read."""
+    return writing(path, "read")
 
 
 def _temporary(path: Path) -> Path:

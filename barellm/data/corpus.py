@@ -9,6 +9,7 @@ from pathlib import Path
 
 import xxhash
 
+from barellm.data.cache import reading
 from barellm.data.reading import Block, Layout, blocks, documents, is_whole, reading_of
 from barellm.data.shards import remembered
 from barellm.data.unpacking import CHUNK
@@ -178,13 +179,10 @@ def _walk(path: Path, layout: Layout) -> dict:
     """Scan a file once: its size on disk and digest, the bytes, characters and end position of its text. Errors anywhere in it are
     raised here, before the split, so the first faulty place in the file is named, whichever part a tokenizer reads first."""
     digest, stored = xxhash.xxh3_128(), 0
-    try:
-        with open(path, "rb") as file:
-            while chunk := file.read(CHUNK):
-                digest.update(chunk)
-                stored += len(chunk)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    with reading(path), open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+            stored += len(chunk)
     size = characters = end = 0
     for block in blocks(path, layout):
         size += len(block.text.encode())

@@ -7,6 +7,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
+from barellm.data import cache
 from barellm.data.reading import Layout, each_record, format_of
 from barellm.data.unpacking import chunks
 from barellm.errors import UserError
@@ -66,7 +67,7 @@ def existing(source: str) -> Path:
     if not source:
         raise UserError("no text to train on: pass --data FILE_OR_FOLDER (or 'stdlib' for Python's own source)")
     path = Path(source).expanduser()
-    try:
+    with cache.reading(source):
         if not path.exists():
             raise UserError(f"no such file or folder: {source} (expected text, .bin shards, a folder, or 'stdlib')")
         if path.is_dir():
@@ -75,19 +76,13 @@ def existing(source: str) -> Path:
             raise UserError(f"{source} is neither a file nor a folder")
         elif path.stat().st_size == 0:
             raise UserError(f"{source} is empty, expected text or tokens")
-    except OSError as error:
-        raise UserError(f"cannot read {source}: {error.strerror}") from error
     return path
 
 
 def files_of(folder: Path, layout: Layout, skipped: Skipped) -> list[Path]:
     """All text files of a folder at any depth, sorted; the others are added to `skipped`."""
-
-    def refuse(error: OSError) -> None:
-        raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
-
     found = []
-    for inside, folders, names in os.walk(folder, onerror=refuse):
+    for inside, folders, names in os.walk(folder, onerror=_refuse):
         for name in list(folders):
             path = Path(inside, name)
             reason = "hidden" if name.startswith(".") else "links to folders" if path.is_symlink() else ""
@@ -134,11 +129,10 @@ def _has_field(path: Path, layout: Layout) -> bool:
 
 def is_text(path: Path) -> bool:
     """Whether the beginning of a file is UTF-8 without a zero byte."""
-    try:
+    with cache.reading(path):
         head = next(chunks(path), b"")[:SNIFFED]
+    try:
         codecs.getincrementaldecoder("utf-8")().decode(head)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError:
         return False
     return b"\0" not in head
@@ -146,9 +140,10 @@ def is_text(path: Path) -> bool:
 
 def has_text(folder: Path) -> bool:
     """Whether a folder holds a file that is called a text."""
-
-    def refuse(error: OSError) -> None:
-        raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
-
-    found = (suffix for _, _, names in os.walk(folder, onerror=refuse) for name in names for suffix in Path(name).suffixes)
+    found = (suffix for _, _, names in os.walk(folder, onerror=_refuse) for name in names for suffix in Path(name).suffixes)
     return any(suffix in DATA for suffix in found)
+
+
+def _refuse(error: OSError) -> None:
+    with cache.reading(error.filename):
+        raise error

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from barellm.data import records
+from barellm.data import cache, records
 from barellm.data.unpacking import MARK, PACKED, chunks, not_utf8, text_chunks
 from barellm.errors import UserError
 
@@ -62,25 +62,21 @@ def reading_of(path: Path, layout: Layout) -> str:
     kind = format_of(path, layout)
     if kind != "text":
         return f" {kind}" if kind in ("json", "csv", "tsv") else ""
-    try:
+    with cache.reading(path):
         return " behind its mark" if next(chunks(path), b"").startswith(MARK) else ""
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def blocks(path: Path, layout: Layout, *, start: int = 0, stop: int | None = None, begins: bool = True) -> Iterator[Block]:
     """Iterate over the text blocks of a file's positions [start, stop). `begins`: whether a document begins at `start`. A document
     without text gives one empty block."""
     kind = format_of(path, layout)
-    try:
+    with cache.reading(path):
         if kind == "text":
             offset, chunks = text_chunks(path, start, stop)
             yield from _plain(path, chunks, layout, offset, begins)
         else:
             for text, end in records.texts(path, kind, layout.field, start, stop):
                 yield from _record(text, end)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def documents(found: Iterable[Block]) -> Iterator[str]:
@@ -97,11 +93,9 @@ def documents(found: Iterable[Block]) -> Iterator[str]:
 
 def each_record(path: Path, *, format: str = "text") -> Iterator[tuple[str, Any]]:
     """Iterate over (location for error messages, record) of a file. `format` is used if the file's name has no known suffix."""
-    try:
+    with cache.reading(path):
         for where, record, _ in records.records(path, format_of(path, Layout(format=format))):
             yield where, record
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 class _Buffer:

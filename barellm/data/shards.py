@@ -51,12 +51,8 @@ def write_shard(path: Path, blocks: Iterable[np.ndarray], *, magic: int) -> int:
 
 def open_shard(path: Path) -> np.ndarray:
     """The tokens of a shard as a read-only memory map, uint16 or uint32. UserError unless it is exactly llm.c's format."""
-    try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            header = file.read(12)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    with cache.reading(path), open(path, "rb") as file:
+        size, header = path.stat().st_size, file.read(12)
     if size < HEADER_BYTES:
         raise UserError(f"{path} has {size} bytes, a token shard has at least {HEADER_BYTES}")
     magic, version, count = np.frombuffer(header, "<i4").tolist()

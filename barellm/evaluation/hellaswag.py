@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from barellm.data import reading, records, tokenizers
+from barellm.data import cache, reading, records, tokenizers
 from barellm.errors import UserError
 from barellm.evaluation.scoring import Score, Scorer, Text
 
@@ -86,10 +86,8 @@ def standard_error(share: float, total: int) -> float | None:
 def read(path: Path, tokenizer: tokenizers.Tokenizer, *, limit: int = 0) -> list[Example]:
     """Examples from the public jsonl, or from llm.c's .bin (GPT-2 ids only); the first `limit`, 0 for all. UserError, with the line
     or example, for malformed files."""
-    try:
+    with cache.reading(path):
         found = _of_bin(path, tokenizer, limit) if path.suffix == ".bin" else _of_records(path, tokenizer, limit)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
     if not found:
         raise UserError(f"{path} has no example of HellaSwag")
     return found

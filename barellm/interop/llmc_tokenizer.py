@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from barellm.data import cache
 from barellm.data.bpe import BytePairs
 from barellm.data.gpt2 import EOT, HASH, Gpt2
 from barellm.data.tokenizers import Tokenizer, vocabulary_hash
@@ -16,10 +17,8 @@ END_OF_TEXT = b"<|endoftext|>"
 
 def read(path: Path) -> BytePairs:
     """The tokenizer of a file: GPT-2's, or a byte-level BPE with ids in merge order. UserError for any other."""
-    try:
+    with cache.reading(path):
         content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
     magic, version, count, eot = np.frombuffer(content[:16].ljust(16, b"\0"), "<i4").tolist()
     if magic != MAGIC or version not in (1, 2):
         raise UserError(f"{path} begins with [{magic}, {version}], expected [{MAGIC}, 2], a tokenizer of llm.c")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from barellm.errors import WrongType
-from barellm.program import quantization
 
 if TYPE_CHECKING:
     from barellm.kernels.arrays import Array
@@ -13,9 +12,11 @@ if TYPE_CHECKING:
 
 
 def _scheme(name: str, format: str) -> Scheme:
+    from barellm.program.quantization import scheme
+
     if not isinstance(format, str):
         raise WrongType(f"{name} expects format as a text such as 'int4', it is of type {type(format).__name__}")
-    return quantization.scheme(format)
+    return scheme(format)
 
 
 def quantize(w: Array, format: str = "int4") -> tuple[Array, Array]:
@@ -29,6 +30,7 @@ def quantize(w: Array, format: str = "int4") -> tuple[Array, Array]:
 
         codes, scales = kernels.quantize(w, "nf4")"""
     from barellm.kernels.arrays import check_array, format_name
+    from barellm.program import quantization
 
     if check_array("quantize", "w", w).ndim != 2 or not w.size:
         raise ValueError(f"quantize expects w (N, K) with at least one element, it has shape {w.shape}")
@@ -47,6 +49,7 @@ def dequantize(codes: Array, scales: Array, format: str = "int4") -> Array:
 
         error = w - kernels.dequantize(*kernels.quantize(w, "nf4"), "nf4")"""
     from barellm.kernels.arrays import check_array
+    from barellm.program import quantization
 
     how = _scheme("dequantize", format)
     wanted = "int8" if how.codes == "i8" else "uint8"

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from barellm.errors import UserError
+from barellm.program import ops
 from barellm.program.ranks import Ranks
+from barellm.program.tensor import Span, Tensor
 
 if TYPE_CHECKING:
     from barellm.program.builder import Program
-    from barellm.program.tensor import Tensor
 
 ERROR, FACTOR = "error", "factor"  # of a parameter's state: what was left out, and Q
 TRAVELS = "bf16"  # of factors
@@ -48,8 +49,6 @@ class Compression:
         Q' = M^T P^, summed. (Of a tall matrix the roles of M and M^T are swapped.) Gradients without factors are summed with P.
         Returns the partial sums of the squares of the whole gradient: P^ is orthonormal, so those of P^ Q'^T are those of Q'.
         UserError where nothing is compressed."""
-        from barellm.program import ops
-
         matrices = [t for t in params if self.compresses(t)]
         rest = [t for t in params if not self.compresses(t)]
         if not matrices:
@@ -77,8 +76,6 @@ class Compression:
     def restore(self, p: Program, params: Sequence[Tensor], scale: Tensor) -> None:
         """Append the gradient = P^ (sum of Q')^T of all ranks, and the error feedback = what this rank's factors leave out. May be
         in a program of its own, after `partials`. Nothing changes where scale[1] is NaN."""
-        from barellm.program import ops
-
         matrices = [t for t in params if self.compresses(t)]
         long = [long for _, long in map(_sides, matrices)]
         owns, totals = (self._flat(p.cache, name, long, TRAVELS) for name in ("powersgd.q", "powersgd.q.sum"))
@@ -110,8 +107,6 @@ class Compression:
 
     def _factor(self, p: Program, t: Tensor, f: Tensor, into: Tensor, *, transposed: bool) -> None:
         """Append into = M f, or M^T f, with M = gradient + error of a matrix."""
-        from barellm.program import ops
-
         how: dict[str, Any] = {"rank": self.rank, "transposed": transposed, "dtype": into.dtype}
         given = {"grad": p.gradient_of(t), "error": self._error(p, t), "f": f}
         p.apply(ops.Factor, into={"y": (into, "store")}, **given, **how)
@@ -121,8 +116,6 @@ class Compression:
     def _all_reduce(self, p: Program, xs: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Append an all-reduce of each of `xs` to `into` (None: new activations), which is returned: a reduce-scatter, in rank
         order, then an all-gather. Rank r reduces part r of each tensor (`_part`); empty parts are left out."""
-        from barellm.program import ops
-
         if into is None:
             into = [p.activation(f"{t.name}.sum", t.shape, t.dtype) for t in xs]
         if self.ranks is None or self.ranks.count == 1:
@@ -172,8 +165,6 @@ def _packed(declare: Callable[..., Tensor], name: str, sizes: Sequence[int], dty
 
 
 def _span(t: Tensor, part: Part) -> Tensor:
-    from barellm.program.tensor import Span
-
     return Span(t, *part)
 
 

@@ -5,13 +5,11 @@ the proportions that minimize the matmul's squared error for inputs with given s
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from barellm.errors import UserError
 from barellm.program.quantization import GROUPS, Scheme, dequantize, halves, joined, nearest_codes, quantize, scales_of
-
-if TYPE_CHECKING:
-    import numpy as np
 
 DAMPING = 0.01  # of the mean second moment is added to each, for inputs that hardly vary
 TOGETHER = max(GROUPS)  # columns whose errors reach those behind them in one matmul
@@ -20,8 +18,6 @@ TOGETHER = max(GROUPS)  # columns whose errors reach those behind them in one ma
 def compensated_codes(w_NK: np.ndarray, moments_KK: np.ndarray, how: Scheme, *, name: str = "w") -> tuple[np.ndarray, np.ndarray]:
     """(codes (N, K), scales (N, groups)) of the weight w_NK by GPTQ, in `quantize`'s format. `moments_KK`: the sum of x x^T over
     inputs x. A group's scale is set when its first column is reached; row exponents are `quantize`'s."""
-    import numpy as np
-
     _, exponents = halves(quantize(w_NK, how, name=name)[1].astype(np.float32))
     w, (N, K) = np.ldexp(np.array(w_NK, np.float64), -exponents), w_NK.shape
     limit = np.finfo(np.float16).max
@@ -48,8 +44,6 @@ def compensated_codes(w_NK: np.ndarray, moments_KK: np.ndarray, how: Scheme, *, 
 
 def _spread(moments_KK: np.ndarray) -> np.ndarray:
     """Upper triangular U with U^T U = inverse of the damped moments: row k says how an error in column k is spread."""
-    import numpy as np
-
     if not np.isfinite(moments_KK).all():
         raise UserError("the activations on the text to calibrate with are not finite")
     K = len(moments_KK)

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from barellm.errors import UserError, nearest
 from barellm.program.integers import ceil_div
-
-if TYPE_CHECKING:
-    import numpy as np
 
 TILE, BLOCK = 16, 8  # rows of the matrix in a tile, elements of each in a block
 GROUPS = (32, 64, 128)
@@ -54,8 +53,6 @@ class Scheme:
     @property
     def limit(self) -> np.float32:
         """The largest scale: every code's value times it is finite in fp32."""
-        import numpy as np
-
         mantissa, exponent = np.frexp(float(np.finfo(np.float32).max) / self.largest)
         return np.float32(np.ldexp(int(mantissa * 2048) / 2048, exponent))  # fp16 has 11 places
 
@@ -94,8 +91,6 @@ def quantize(w_NK: np.ndarray, how: Scheme, *, name: str = "w", first: int = 0) 
     """Quantize a matrix: (codes (N, K), scales (N, groups)). A group's element of largest magnitude gets the code of largest
     magnitude, all others the nearest code. Scales are fp16 where all of them are normal numbers or zero, else fp32. UserError for a
     row with non-finite elements, named as row `first` + n of `name`."""
-    import numpy as np
-
     w = np.asarray(w_NK, np.float32)
     N, K = w.shape
     group, groups = how.group or K, how.groups(K)
@@ -118,8 +113,6 @@ def quantize(w_NK: np.ndarray, how: Scheme, *, name: str = "w", first: int = 0) 
 def scales_of(largest: np.ndarray, least: np.ndarray, how: Scheme) -> np.ndarray:
     """fp32 scales of groups with these largest and least elements. In int4 only -8 has the largest magnitude: if a group's largest
     magnitude is positive, its scale is negative, so that the element gets this code."""
-    import numpy as np
-
     if how.table and -how.largest in how.table and how.largest not in how.table:
         size = np.where(largest >= -least, largest, least) / np.float32(-how.largest)
     else:
@@ -131,8 +124,6 @@ def halves(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Scales (N, groups) as fp16, and exponents (N, 1) of the powers of two that multiply each row: 0 if all are normal fp16
     numbers, zero or non-finite. Otherwise the row's largest scale gets exponent TOP, and scales 2^27 times smaller lose
     precision."""
-    import numpy as np
-
     sizes, none = np.abs(scales), np.zeros((len(scales), 1), np.int32)
     normal = (sizes == 0) | (sizes >= 2.0**LEAST) & (sizes <= np.finfo(np.float16).max)
     if normal.all():
@@ -148,15 +139,11 @@ def halves(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def joined(scales: np.ndarray, exponents: np.ndarray) -> np.ndarray:
     """The scales that `halves` took apart: fp16 where no row has an exponent."""
-    import numpy as np
-
     return np.ldexp(scales.astype(np.float32), exponents) if exponents.any() else scales
 
 
 def nearest_codes(w: np.ndarray, scales: np.ndarray, how: Scheme) -> np.ndarray:
     """The code whose value times the scale is nearest; ties go to the even integer, in tables to the lower value."""
-    import numpy as np
-
     scales = scales.astype(np.float32)
     with np.errstate(divide="ignore"):
         units = w * np.where(scales == 0, np.float32(0), 1 / scales)
@@ -172,8 +159,6 @@ def nearest_codes(w: np.ndarray, scales: np.ndarray, how: Scheme) -> np.ndarray:
 
 def dequantize(codes: np.ndarray, scales: np.ndarray, how: Scheme) -> np.ndarray:
     """The matrix (N, K) that codes and scales stand for, fp32; with scales in float64, float64."""
-    import numpy as np
-
     kind = np.float64 if scales.dtype == np.float64 else np.float32
     values = np.array(how.table, kind)[codes.astype(np.intp)] if how.table else codes.astype(kind)
     K = codes.shape[1]
@@ -184,8 +169,6 @@ def dequantize(codes: np.ndarray, scales: np.ndarray, how: Scheme) -> np.ndarray
 def _order(codes: str) -> np.ndarray:
     """The place in a block (128) of the code of row r and element k, at [r, k]. Of 4-bit codes the byte b holds places b and b +
     64. The places of such a byte's codes are made for kernels that look up bytes: see `cpu/kernels/gemm/codes.py`."""
-    import numpy as np
-
     r, k = np.meshgrid(np.arange(TILE), np.arange(BLOCK), indexing="ij")
     if codes == "i8":
         return k * TILE + r
@@ -194,8 +177,6 @@ def _order(codes: str) -> np.ndarray:
 
 def pack(codes: np.ndarray, scales: np.ndarray, how: Scheme) -> tuple[np.ndarray, np.ndarray]:
     """Codes (N, K) and scales (N, groups) in the tiled memory layout of the module's docstring."""
-    import numpy as np
-
     N, K = codes.shape
     (tiles, blocks, _), (_, groups, _) = how.shapes(N, K)
     zero = how.table.index(0.0) if how.table else 0
@@ -212,8 +193,6 @@ def pack(codes: np.ndarray, scales: np.ndarray, how: Scheme) -> tuple[np.ndarray
 
 def unpack(codes: np.ndarray, scales: np.ndarray, how: Scheme, N: int, K: int) -> tuple[np.ndarray, np.ndarray]:
     """The inverse of `pack`; scales become fp32, or fp64 if they are."""
-    import numpy as np
-
     tiles, blocks, _ = codes.shape
     rows = codes[..., _order(how.codes).reshape(-1)].reshape(tiles, blocks, TILE, BLOCK)
     kind = np.float64 if scales.dtype == np.float64 else np.float32

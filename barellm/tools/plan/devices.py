@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from barellm.cuda import driver
+from barellm.cuda.kernel import Target
 from barellm.errors import UserError, nearest
 from barellm.program.builder import Program
 from barellm.runtime.backend import backend
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from barellm.cpu import step as cpu
     from barellm.cpu.isa import ISA
     from barellm.cuda import step as cuda
-    from barellm.cuda.kernel import Target
 
     Built = cpu.LoweredPrograms | cuda.LoweredPrograms
 
@@ -89,8 +90,6 @@ def check(device: str) -> None:
 def lower(programs: dict[str, Program], machine: str | ISA | Target, **products: Any) -> Built:
     """Lower programs for a device, as it is here or as `machine` describes it, to kernel calls with planned addresses. Nothing is
     allocated, and "cuda" needs no GPU. `products`: GEMM options, as from `assembly.build.gemm_options`."""
-    from barellm.cuda.kernel import Target
-
     if machine == "cuda" or isinstance(machine, Target):
         from barellm.cuda.step import lower_and_plan
 
@@ -121,17 +120,12 @@ def replay_seconds(session: Any, program: str, calls: int, **sizes: int) -> list
 
 def target_of(card: str) -> Target:
     """The card as a target of the compiler. UserError for one that is not known."""
-    from barellm.cuda.kernel import Target
-
     found = sheet(card)
     return Target(found.arch, found.sms)
 
 
 def target_here() -> Target:
     """This machine's GPU; a Hopper GPU if none is usable."""
-    from barellm.cuda import driver
-    from barellm.cuda.kernel import Target
-
     try:
         found = driver.device()
     except UserError:
@@ -141,8 +135,6 @@ def target_here() -> Target:
 
 def device_bytes(device: str) -> int | None:
     """Memory of the GPU; None for the CPU, and where there is none."""
-    from barellm.cuda import driver
-
     try:
         return driver.device().nbytes if device == "cuda" else None
     except UserError:
