@@ -20,6 +20,7 @@ from barellm.cpu.isa import ISA
 from barellm.cpu.lang import Pointer, Value, Var
 from barellm.cpu.specialisation import Emit, KernelBuilder, Specialisation
 from barellm.program.ops.base import Op, Tensor
+from barellm.program.tensor import Dim
 from barellm.runtime.lowering import Region, part, weight_operand
 from barellm.runtime.registry import Registry
 
@@ -142,6 +143,11 @@ def kernel(op_name: str, *, constants: Callable[[Any], dict[str, Any]] = lambda 
         return emit
 
     return register
+
+
+def batch_and_seq(tensor: Tensor) -> dict[str, int | str]:
+    """The first two sizes of a tensor as constants, which `k.size` takes: a number, or the name of the run-time size."""
+    return {key: n.name if isinstance(n, Dim) else int(n) for key, n in zip(("batch", "seq"), tensor.shape, strict=False)}
 
 
 def dims_of(tensor: Tensor) -> tuple[str, ...]:

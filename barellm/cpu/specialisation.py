@@ -83,6 +83,10 @@ class KernelBuilder(Builder):
         type_ = {"i64": "i64", "fp64": "double"}[scalars.SCALARS[name].kind]
         return self.op(type_, f"load {type_}, ptr {p.ref}, align 8")
 
+    def size(self, n: str | int) -> Value:
+        """A size that is a number, or the name of a run-time scalar."""
+        return self.scalar(n) if isinstance(n, str) else self.int(n)
+
     def num_elements(self, dims: tuple[str, ...], inner: int = 1) -> Value:
         """`inner` times the product of run-time sizes: `k.num_elements(("batch", "seq"))` is the number of tokens."""
         n = self.int(inner)

@@ -32,7 +32,7 @@ def attention_delta(k, delta, out, dout, *, batch, seq, heads, D, mask_spec) -> 
     """delta (B, heads, T) fp32 = the sum over each head's D channels of dout * out, both (B, T, heads * D): the term that the
     softmax's gradient subtracts."""
     C, T = heads * D, mask_spec.length(k, seq)
-    with k.parallel_range(micro.runtime_size(k, batch) * T, 32) as (begin, end), k.loop(begin, end) as token:
+    with k.parallel_range(k.size(batch) * T, 32) as (begin, end), k.loop(begin, end) as token:
         target = delta.at(token // T * (heads * T) + token % T)
         with k.loop(0, heads) as head:
             a, b = out.at(token * C + head * D), dout.at(token * C + head * D)
@@ -58,7 +58,7 @@ def attention_backward_dkdv(
     s["dv"], the last stores them. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v, dq, dk, dv; `starts`,
     `stream`: as in attention_forward.attention."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
-    T, count = shape["mask_spec"].length(k, shape["seq"]), micro.runtime_size(k, batch) * kv_heads  # heads of keys
+    T, count = shape["mask_spec"].length(k, shape["seq"]), k.size(batch) * kv_heads  # heads of keys
     is_one_pass = use_one_pass(k, count)
     enough = count * k.ceil_div(T, micro.KEY_BLOCK) >= k.threads * 4
     step = k.select(is_one_pass | enough, k.int(micro.KEY_BLOCK), SMALL_KEY_BLOCK)
@@ -118,7 +118,7 @@ def attention_backward_dq(
     """The kernel: dq (B, T, heads * D), unless one pass did: then there are no items. A work item is a group of queries of a head,
     which accumulates dQ^T in s["dq"] over all blocks of keys. Parameters as in `attention_backward_dkdv`."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
-    T, sequences = shape["mask_spec"].length(k, shape["seq"]), micro.runtime_size(k, batch)
+    T, sequences = shape["mask_spec"].length(k, shape["seq"]), k.size(batch)
     geometry = micro.Geometry.of(k.isa, q.dtype, D)
     queries = geometry.queries
     blocks = k.ceil_div(T, queries)

@@ -13,7 +13,7 @@ from typing import Any
 from barellm.cpu.kernel import Value
 from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead, query_heads
 from barellm.cpu.kernels.attention.attention_mask import MaskSpec
-from barellm.cpu.kernels.attention.attention_microkernels import KEY_BLOCK, Geometry, clear, pack_left, round_up, runtime_size
+from barellm.cpu.kernels.attention.attention_microkernels import KEY_BLOCK, Geometry, clear, pack_left, round_up
 from barellm.cpu.kernels.gemm import amx
 
 CHUNK = 2048  # positions at most
@@ -48,7 +48,7 @@ def attention_backward_windowed(
     size_constants: dict[str, Any] = {
         "seq": seq, "heads": heads, "kv_heads": kv_heads, "D": D, "mask_spec": mask_spec, **shape,
     }  # fmt: skip
-    T, count = mask_spec.length(k, seq), runtime_size(k, batch) * kv_heads
+    T, count = mask_spec.length(k, seq), k.size(batch) * kv_heads
     blocks = k.ceil_div(T, KEY_BLOCK)
     num_chunks = select_chunk_count(k, count, blocks, mask_spec)
     chunk_blocks, group = k.ceil_div(blocks, num_chunks), heads // kv_heads

@@ -226,9 +226,9 @@ def attention(k, out, lse, q, keys, values, starts, stream, *, batch, seq, heads
     None. A work item is a block of queries of a head, the longest first. `batch`, `seq`: numbers or names of run-time scalars;
     `strides`: from a row of q, keys and values to the next, in elements."""
     g, T = micro.Geometry.of(k.isa, q.dtype, D), mask_spec.length(k, seq)
-    block, blocks = select_query_block(k, g, micro.runtime_size(k, batch) * heads, T)
+    block, blocks = select_query_block(k, g, k.size(batch) * heads, T)
     dropout = micro.Dropout(rate, stream, heads) if rate else None
-    with amx.tile_registers(k, g.tiles), k.parallel_for(micro.runtime_size(k, batch) * heads * blocks) as item:
+    with amx.tile_registers(k, g.tiles), k.parallel_for(k.size(batch) * heads * blocks) as item:
         sequence, head = item // (blocks * heads), item // blocks % heads
         first = (blocks - 1 - item % blocks) * block  # its first query; longest first, for load balance
         token, counts = sequence * T, (heads, kv_heads, kv_heads)
@@ -274,8 +274,8 @@ def append_to_caches(k, k_cache, v_cache, keys, values, positions, slots, *, bat
     """Copy keys and values (batch, T, C) into rows [pos, pos + T) of each sequence in the caches (rows, length, C). `positions` (B,
     T) i32 or None: the scalar pos; `slots` (B,) i32: the cache row of a sequence, or None (`cache_row_of`). `strides`: of keys and
     values."""
-    T, first_positions = micro.runtime_size(k, seq), k.scalar("pos") if positions is None else positions
-    with k.parallel_for(micro.runtime_size(k, batch) * T) as token:
+    T, first_positions = k.size(seq), k.scalar("pos") if positions is None else positions
+    with k.parallel_for(k.size(batch) * T) as token:
         cache_row, pos = cache_row_of(k, token // T, T, first_positions, slots, length)
         row = (cache_row * length + pos + token % T) * C
         for cache, new, stride in zip((k_cache, v_cache), (keys, values), strides, strict=True):
@@ -295,9 +295,9 @@ def attention_cached(
     `stride`: of q's rows. T = 1 takes a kernel of its own; with `exact` one that gives a query the bits that it has among several,
     and AMX tiles are not used, because they add in an order of their own."""
     g = micro.Geometry.of(k.isa, q.dtype, D, tiles=not exact)
-    C, T, first_positions = kv_heads * D, micro.runtime_size(k, seq), k.scalar("pos") if positions is None else positions
-    block, blocks = select_query_block(k, g, micro.runtime_size(k, batch) * heads, T)
-    with amx.tile_registers(k, g.tiles), k.parallel_for(micro.runtime_size(k, batch) * heads * blocks) as item:
+    C, T, first_positions = kv_heads * D, k.size(seq), k.scalar("pos") if positions is None else positions
+    block, blocks = select_query_block(k, g, k.size(batch) * heads, T)
+    with amx.tile_registers(k, g.tiles), k.parallel_for(k.size(batch) * heads * blocks) as item:
         sequence, head = item // (blocks * heads), item // blocks % heads
         first, kv_head = item % blocks * block, micro.kv_head_of(head, heads, kv_heads)
         queries, dst = (micro.HeadRows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))

@@ -15,7 +15,7 @@ from math import log2, sqrt
 from typing import Any, NamedTuple
 
 from barellm.cpu.kernel import Op, Pointer, Value
-from barellm.cpu.kernels.attention.attention_microkernels import HeadRows, KeyBounds, runtime_size, size_constants
+from barellm.cpu.kernels.attention.attention_microkernels import HeadRows, KeyBounds, size_constants
 from barellm.cpu.lang.vector import tanh
 
 LOWEST = -1e30  # initial maximum where a query's first block may be fully masked (-inf - -inf would be NaN)
@@ -44,7 +44,7 @@ class MaskSpec(NamedTuple):
 
     def length(self, k, seq: str | int) -> Value:
         """Positions of a folded sequence of `seq` tokens."""
-        return runtime_size(k, seq) if self.fold == 1 else runtime_size(k, seq) * self.fold
+        return k.size(seq) if self.fold == 1 else k.size(seq) * self.fold
 
     def score_scale(self, k, D: int, factor: float = 1.0) -> Any:
         """The factor of q k^T, times `factor`."""

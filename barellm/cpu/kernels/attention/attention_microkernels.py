@@ -21,13 +21,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.kernel import ISA, Op, Pointer, Value
+from barellm.cpu.kernel import ISA, Op, Pointer, Value, batch_and_seq
 from barellm.cpu.kernels.gemm import amx, packing
 from barellm.cpu.kernels.loops import pieces
 from barellm.cpu.lang.random import keep, sample_key, threefry
 from barellm.cpu.lang.vector import EXP2, MAGIC, polynomial, transpose
 from barellm.program.ops.pointwise.random import HALF
-from barellm.program.tensor import Dim
 
 # 2^f on [-0.5, 0.5], relative error 2.8e-6: a hundredth of what rounding a probability to bf16 costs.
 EXP2_SHORT = (1.0, 0.6931241933586842, 0.24024098616755934, 0.05590642492460038, 0.00958285286558115)
@@ -106,27 +105,16 @@ def blocks_of(k, units: dict[str, int]) -> dict[str, Pointer]:
     return {name: thread_scratch.bytes(k.int(at)) for name, at in offsets(units)[0].items()}
 
 
-def size_constant(n: int) -> str | int:
-    """A size as a compile-time constant: the number, or the name of the run-time scalar that has it."""
-    return n.name if isinstance(n, Dim) else int(n)
-
-
 def round_up(k, n, step: int) -> Value:
     """The next multiple of `step`, a power of two."""
     return (n + (step - 1)) & -step
 
 
-def runtime_size(k, n: str | int) -> Value:
-    """The run-time value of a `size_constant`."""
-    return k.scalar(n) if isinstance(n, str) else k.int(n)
-
-
 def size_constants(op: Op) -> dict[str, Any]:
     """Compile-time constants of every attention kernel. `strides`: elements from one row of q, k and v to the next."""
-    B, T, C = op.out.shape
     strides = (op.q.row_stride, op.k.row_stride, op.v.row_stride)
-    heads = {"heads": op.heads, "kv_heads": op.kv_heads, "D": int(C) // op.heads}
-    return {"batch": size_constant(B), "seq": size_constant(T), **heads, "strides": strides}
+    heads = {"heads": op.heads, "kv_heads": op.kv_heads, "D": int(op.out.shape[-1]) // op.heads}
+    return {**batch_and_seq(op.out), **heads, "strides": strides}
 
 
 @dataclass(frozen=True)

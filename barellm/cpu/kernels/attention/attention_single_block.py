@@ -132,10 +132,10 @@ def attention_single_block(k, out, lse, q, keys, values, *, batch, seq, heads, k
     """The kernel: out (B, T, heads * D) and lse (B, heads, T) fp32 of causal attention, T <= MAX_SEQ. A work item is a head of a
     sequence: all its scores are one block of scratch, s["scores"] [key][g.queries] for a group of queries at a time. `batch`,
     `seq`: numbers or names of run-time scalars; `strides`: of q, keys and values."""
-    g, T = micro.Geometry.of(k.isa, q.dtype, D), micro.runtime_size(k, seq)
+    g, T = micro.Geometry.of(k.isa, q.dtype, D), k.size(seq)
     s = micro.blocks_of(k, forward_units(g))
     softmax_scale_log2 = mask_spec.softmax_scale_log2(k, D)
-    with k.parallel_for(micro.runtime_size(k, batch) * heads) as item:
+    with k.parallel_for(k.size(batch) * heads) as item:
         sequence, head = item // heads, item % heads
         token, kv_head = sequence * T, micro.kv_head_of(head, heads, kv_heads)
         dst = micro.HeadRows.of(out, token, head, D=D, stride=heads * D)
@@ -206,12 +206,12 @@ def attention_backward_single_block(
     """The kernel: dq, dkeys and dvalues of causal attention, T <= MAX_SEQ, from lse and delta (B, heads, T) fp32. A work item is a
     head of keys with its group of query heads; of a group of several, dK and dV are summed in scratch (s["dk"], s["dv"], fp32) and
     stored at the end. `strides`: of q, k, v, dq, dk, dv; `delta`: as in attention_backward.py."""
-    g, T = micro.Geometry.of(k.isa, q.dtype, D), micro.runtime_size(k, seq)
+    g, T = micro.Geometry.of(k.isa, q.dtype, D), k.size(seq)
     group = heads // kv_heads
     s = micro.blocks_of(k, backward_units(g, group > 1))
     scale, ones = [mask_spec.score_scale(k, D)] * g.rows, [1.0] * g.rows
     half = MAX_SEQ // 2
-    with k.parallel_for(micro.runtime_size(k, batch) * kv_heads) as item:
+    with k.parallel_for(k.size(batch) * kv_heads) as item:
         sequence, kv_head = item // kv_heads, item % kv_heads
         token = sequence * T
         tensors = zip((keys, values, dkeys, dvalues), (*strides[1:3], *strides[4:]), strict=True)

@@ -114,12 +114,12 @@ def block_sparse_attention(
     queries; `masks`: see `BlockTable`. `relative` (distances, heads * D): the vectors of a relative position bias, or None. A work
     item is a block of queries: pack Q, then for as many listed blocks as fit into KEY_BLOCK rows gather K and V and do one step of
     the online softmax for each group of queries."""
-    g, T = geometry(k.isa, q.dtype, D, block, tiles=relative is None), micro.runtime_size(k, seq)
+    g, T = geometry(k.isa, q.dtype, D, block, tiles=relative is None), k.size(seq)
     s = micro.blocks_of(k, scratch_units(g, block, distances))
     softmax_scale, softmax_scale_log2 = PLAIN.softmax_scale(k, D), PLAIN.softmax_scale_log2(k, D)
     table, blocks = BlockTable(k, rows, masks, block, lists, entries), k.ceil_div(T, block)
     counts = (heads, kv_heads, kv_heads)
-    with amx.tile_registers(k, g.tiles), k.parallel_for(micro.runtime_size(k, batch) * heads * blocks) as item:
+    with amx.tile_registers(k, g.tiles), k.parallel_for(k.size(batch) * heads * blocks) as item:
         sequence, head = item // (blocks * heads), item // blocks % heads
         row = blocks - 1 - item % blocks  # longest first in a causal layout
         first = row * block

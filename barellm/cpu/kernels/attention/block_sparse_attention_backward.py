@@ -140,7 +140,7 @@ class BlockSparseHead(BackwardHead):
 
 def rows_per_part(k, batch: str | int, kv_heads: int, blocks) -> Value:
     """How many rows of a layout of `blocks` rows share one partial sum of the position bias's gradient."""
-    return k.ceil_div(blocks, k.ceil_div(k.int(PARTIAL_SUMS), micro.runtime_size(k, batch) * kv_heads))
+    return k.ceil_div(blocks, k.ceil_div(k.int(PARTIAL_SUMS), k.size(batch) * kv_heads))
 
 
 def block_sparse_attention_backward_rows(
@@ -152,8 +152,8 @@ def block_sparse_attention_backward_rows(
     fp32: partial sums of the relative bias's gradient. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v,
     dq, dk, dv."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
-    table, T, group = BlockTable(k, rows, masks, block, lists, entries), micro.runtime_size(k, shape["seq"]), heads // kv_heads
-    shared, blocks = micro.runtime_size(k, batch) * kv_heads, k.ceil_div(T, block)
+    table, T, group = BlockTable(k, rows, masks, block, lists, entries), k.size(shape["seq"]), heads // kv_heads
+    shared, blocks = k.size(batch) * kv_heads, k.ceil_div(T, block)
     is_one_pass, padded = use_one_pass(k, shared), lists // heads * block
     add = [k.keep(mode) for mode in modes]
     part_rows = k.int(1) if relative is None else rows_per_part(k, batch, kv_heads, blocks)
@@ -194,8 +194,8 @@ def block_sparse_attention_backward_columns(
     """The kernel: dkeys and dvalues, unless one pass did. A work item is a block of keys of a head of keys: a column of the layout,
     whose table `columns` lists blocks of queries. Other parameters as in `block_sparse_attention_backward_rows`."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
-    table, T, group = BlockTable(k, columns, masks, block, lists, entries), micro.runtime_size(k, shape["seq"]), heads // kv_heads
-    shared, blocks = micro.runtime_size(k, batch) * kv_heads, k.ceil_div(T, block)
+    table, T, group = BlockTable(k, columns, masks, block, lists, entries), k.size(shape["seq"]), heads // kv_heads
+    shared, blocks = k.size(batch) * kv_heads, k.ceil_div(T, block)
     add = [k.keep(mode) for mode in modes]
     padded = lists // heads * block
     g = geometry(k.isa, q.dtype, shape["D"], block, tiles=relative is None)
@@ -233,9 +233,9 @@ def block_sparse_attention_backward_columns(
 
 def add_relative_parts(k, drelative, partials, *, batch, seq, kv_heads, block, size, mode) -> None:
     """drelative (size) = the sum of the partial sums over sequences and parts, in order."""
-    blocks = k.ceil_div(micro.runtime_size(k, seq), block)
+    blocks = k.ceil_div(k.size(seq), block)
     parts = k.ceil_div(blocks, rows_per_part(k, batch, kv_heads, blocks))
-    add_chunks(k, drelative, partials, micro.runtime_size(k, batch) * parts, size, size, mode)
+    add_chunks(k, drelative, partials, k.size(batch) * parts, size, size, mode)
 
 
 @lowering("block_sparse_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import Op, Value, kernel
-from barellm.cpu.kernels.attention.attention_microkernels import runtime_size, size_constant
+from barellm.cpu.kernel import Op, Value, batch_and_seq, kernel
 from barellm.cpu.kernels.loops import LINE, STREAM_BYTES, accumulate, new_accumulators, row_grain, store_all, tree_reduce
 
 CHAINS = 4  # independent accumulation chains of a sum
@@ -23,7 +22,7 @@ def constants_of(op: Op) -> dict[str, Any]:
     result's rows fill cache lines."""
     out = next(iter(op.outputs.values()))
     lines = all(n % 64 == 0 for n in (out.first_column, out.row_stride))
-    axes = {"batch": size_constant(op.x.shape[0]), "seq": size_constant(op.x.shape[1]), "half": 2 * int(op.cos.shape[1])}
+    axes = {**batch_and_seq(op.x), "half": 2 * int(op.cos.shape[1])}
     attrs = {name: op.attrs[name] for name in ("heads", "kv_heads", "paired", "shift")}
     return {**axes, **attrs, "strides": (op.x.row_stride, out.row_stride), "lines": lines}
 
@@ -84,8 +83,8 @@ class HeadLoop:
     def __init__(self, k, cos, sin, *, batch, seq, half, heads, kv_heads, paired, shift, back) -> None:
         self.k, self.tables, self.half, self.back = k, (cos, sin), half, back
         self.heads, self.count, self.step, self.shift = heads, heads + kv_heads, 2 if paired else 1, shift
-        self.T = runtime_size(k, seq)
-        self.rows, self.D = runtime_size(k, batch) * self.T, 2 * half
+        self.T = k.size(seq)
+        self.rows, self.D = k.size(batch) * self.T, 2 * half
         self.W = self.D * self.count
 
     def heads_of_rows(self) -> Iterator[HeadOfRow]:

@@ -3,8 +3,7 @@ Column i of a head and column i + half rotate together, half = D / 2."""
 
 from typing import Any
 
-from barellm.cpu.kernel import Op, Value, kernel
-from barellm.cpu.kernels.attention.attention_microkernels import runtime_size, size_constant
+from barellm.cpu.kernel import Op, Value, batch_and_seq, kernel
 from barellm.cpu.kernels.loops import STREAM_BYTES, accumulate, row_grain, store_all, write_row
 
 
@@ -13,7 +12,7 @@ def constants_of(op: Op) -> dict[str, Any]:
     columns of a row; `half`: rotated pairs of a head."""
     lines = all(n % 64 == 0 for n in (op.y.first_column, op.y.row_stride))
     sizes = {"W": int(op.x.shape[2]), "half": int(op.cos.shape[1]), "heads": op.heads}
-    axes = {"batch": size_constant(op.x.shape[0]), "seq": size_constant(op.x.shape[1])}
+    axes = {**batch_and_seq(op.x)}
     return {**sizes, **axes, "inverse": op.inverse, "strides": (op.x.row_stride, op.y.row_stride), "lines": lines}
 
 
@@ -22,8 +21,8 @@ def rope(k, y, x, cos, sin, positions, *, batch, seq, W, half, heads, inverse, s
     """The kernel: y (batch, seq, W) = x with the first `heads` heads of each row rotated by the angles of its position (`inverse`:
     by the negative angles), and the other columns copied. `positions` (batch, seq) i32; None: positions begin at the scalar pos.
     cos, sin (maxT, half) fp32: a row's values stay in registers for all heads where there are enough. `mode_y`: store or add."""
-    T, pos = runtime_size(k, seq), None if positions is not None else k.scalar("pos")
-    rows, rotated = runtime_size(k, batch) * T, heads * 2 * half
+    T, pos = k.size(seq), None if positions is not None else k.scalar("pos")
+    rows, rotated = k.size(batch) * T, heads * 2 * half
     columns = k.columns(half)
     pairs = half % (2 * k.lanes) == 0
     nontemporal = rows * (W * y.itemsize) > STREAM_BYTES if mode_y == "store" and lines and pairs else None

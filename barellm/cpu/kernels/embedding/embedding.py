@@ -1,7 +1,7 @@
 """Token and position embedding (a gather), and its gradient (a deterministic scatter-add). Shapes: tokens (batch, seq) i32, wte
 (V, C), wpe (maxT, C) or none, positions (batch, seq) i32 or none, y and dy (batch, seq, C)."""
 
-from barellm.cpu.kernel import Lowering, Op, Pointer, Value, lowering
+from barellm.cpu.kernel import Lowering, Op, Pointer, Value, batch_and_seq, lowering
 from barellm.cpu.kernels import loops, storage
 from barellm.program.dtypes import PLANES
 
@@ -11,12 +11,12 @@ UNROLL = 4  # rows that are added at a time
 PREFETCH_ROWS = 4  # of the token table, into L2
 
 
-def embedding(k, y, tokens, wte, wte_lo, wpe, wpe_lo, positions, *, C) -> None:
+def embedding(k, y, tokens, wte, wte_lo, wpe, wpe_lo, positions, *, batch, seq, C) -> None:
     """y[b, t] = wte[tokens[b, t]] + wpe[pos + t], or wpe[positions[b, t]], or nothing where `wpe` is None. Weights of any storage
     format (`_lo`: their low planes). A row of wte cannot be predicted by hardware, so later rows are prefetched."""
-    seq, pos = k.scalar("seq"), None if wpe is None or positions is not None else k.scalar("pos")
+    seq, pos = k.size(seq), None if wpe is None or positions is not None else k.scalar("pos")
     token_rows, position_rows = storage.Weight(k, wte, wte_lo), storage.Weight(k, wpe, wpe_lo)
-    rows = k.scalar("batch") * seq
+    rows = k.size(batch) * seq
     nontemporal = loops.exceeds_caches(k, rows, C, y)
     with k.parallel_range(rows, loops.row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         src, at = tokens.get(row) * C, None if pos is None else (pos + row % seq) * C
@@ -34,7 +34,7 @@ def embedding(k, y, tokens, wte, wte_lo, wpe, wpe_lo, positions, *, C) -> None:
 def lower_embedding(op: Op, c: Lowering) -> None:
     operands = {"y": op.y, "tokens": op.tokens, "positions": op.positions, **storage.weight_operands("wte", op.wte)}
     operands |= {"wpe": None, "wpe_lo": None} if op.wpe is None else storage.weight_operands("wpe", op.wpe)
-    c.call(embedding, operands, {"C": int(op.y.shape[-1])}, writes="y")
+    c.call(embedding, operands, {"C": int(op.y.shape[-1]), **batch_and_seq(op.y)}, writes="y")
 
 
 def clear(k, out, *, size, mode) -> None:
@@ -91,11 +91,11 @@ def sort_by_id(k, tokens, rows, low, high, *, ids_per_item: int) -> tuple[Pointe
     return ends, sorted_rows
 
 
-def add_token_rows(k, dweight, tokens, dy, *, C, V) -> None:
+def add_token_rows(k, dweight, tokens, dy, *, batch, seq, C, V) -> None:
     """dweight[id] += the sum of dy[row] over the rows whose token is id, in order (scatter-add). A work item is a range of ids,
     which finds its rows among all tokens: no atomics, the same bits for any thread count. UNROLL rows of an id are added at a time:
     so many DRAM streams, and the sum is read from L2 once. The next rows, which hardware cannot predict, are prefetched."""
-    rows, ids_per_item = k.scalar("batch") * k.scalar("seq"), -(-V // ID_RANGES)
+    rows, ids_per_item = k.size(batch) * k.size(seq), -(-V // ID_RANGES)
 
     with k.parallel_for(-(-V // ids_per_item)) as chunk:
         low = chunk * ids_per_item
@@ -126,13 +126,13 @@ def lower_embedding_dwte(op: Op, c: Lowering) -> None:
         c.call(clear, {"out": op.dweight}, {"size": op.dweight.size, "mode": mode}, writes="out")
     operands = {"dweight": op.dweight, "tokens": op.tokens, "dy": op.dy}
     c.thread_scratch(4 * (-(-int(op.rows) // ID_RANGES) + 2 * op.tokens.size))
-    c.call(add_token_rows, operands, {"C": int(op.dy.shape[-1]), "V": int(op.rows)}, writes="dweight")
+    c.call(add_token_rows, operands, {"C": int(op.dy.shape[-1]), "V": int(op.rows), **batch_and_seq(op.dy)}, writes="dweight")
 
 
-def embedding_dwpe(k, dweight, dy, *, C, positions, mode_dweight) -> None:
+def embedding_dwpe(k, dweight, dy, *, batch, seq, C, positions, mode_dweight) -> None:
     """dweight[t] = sum of dy[:, t] over the batch in order, stored or added; zero beyond the sequence. A work item is a group of
     positions whose sums stay in L2, so that memory is read in runs of GROUP_BYTES bytes, of UNROLL samples at a time."""
-    batch, seq = k.scalar("batch"), k.scalar("seq")
+    batch, seq = k.size(batch), k.size(seq)
     sums = k.thread_scratch()
     with k.parallel_range(positions, _positions_per_group(C, positions)) as (begin, end):
         n, inside = (end - begin) * C, k.max(k.min(end, seq) - begin, 0) * C
@@ -159,5 +159,5 @@ def _positions_per_group(C: int, positions: int) -> int:
 def lower_embedding_dwpe(op: Op, c: Lowering) -> None:
     C, positions = int(op.dy.shape[-1]), int(op.rows)
     c.thread_scratch(_positions_per_group(C, positions) * C * 4)
-    constants = {"C": C, "positions": positions, "mode_dweight": op.modes["dweight"]}
+    constants = {"C": C, "positions": positions, "mode_dweight": op.modes["dweight"], **batch_and_seq(op.dy)}
     c.call(embedding_dwpe, {"dweight": op.dweight, "dy": op.dy}, constants, writes="dweight")

@@ -1,7 +1,7 @@
 """Dropout and its gradient. Shapes: x, y, dx, dy (batch, seq, C). The bits are those of
 `program/ops/pointwise/random.py`, or the draws of `program/ops/pointwise/tausworthe.py`."""
 
-from barellm.cpu.kernel import Lowering, Op, lowering
+from barellm.cpu.kernel import Lowering, Op, batch_and_seq, lowering
 from barellm.cpu.kernels.loops import accumulate, blocks, row_grain
 from barellm.cpu.lang import random
 from barellm.cpu.lang.tausworthe import Streams
@@ -9,11 +9,11 @@ from barellm.program.ops.pointwise.random import HALF
 from barellm.program.ops.pointwise.tausworthe import BLOCK
 
 
-def dropout(k, out, x, stream, *, C: int, rate: float, mode: str) -> None:
+def dropout(k, out, x, stream, *, batch, seq, C: int, rate: float, mode: str) -> None:
     """out = x * keep / (1 - rate), stored or added (`mode`). The bits come from (seed, step, sample, stream, position, column), so
     that they don't depend on threads or batch size."""
-    seq, seed, step, sample = (k.scalar(name) for name in ("seq", "seed", "step", "sample"))
-    with k.parallel_range(k.scalar("batch") * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+    seq, (seed, step, sample) = k.size(seq), map(k.scalar, ("seed", "step", "sample"))
+    with k.parallel_range(k.size(batch) * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         key = random.sample_key(k, seed, step, sample + row // seq, stream)
         position = row % seq
         dst, src = out.at(row * C), x.at(row * C)
@@ -33,11 +33,11 @@ def dropout(k, out, x, stream, *, C: int, rate: float, mode: str) -> None:
                     dst.store(accumulate(k, dst, c, mask, y, mode), c, mask)
 
 
-def tausworthe_dropout(k, out, x, stream, *, C: int, rate: float, bits: str, mode: str) -> None:
+def tausworthe_dropout(k, out, x, stream, *, batch, seq, C: int, rate: float, bits: str, mode: str) -> None:
     """`dropout` with the draws of a Tausworthe generator, whose streams begin at each block of columns of a row; `bits`: the
     generator's kind."""
-    seq, seed, step, sample = (k.scalar(name) for name in ("seq", "seed", "step", "sample"))
-    with k.parallel_range(k.scalar("batch") * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
+    seq, (seed, step, sample) = k.size(seq), map(k.scalar, ("seed", "step", "sample"))
+    with k.parallel_range(k.size(batch) * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         key = random.sample_key(k, seed, step, sample + row // seq, stream)
         position = row % seq
         dst, src = out.at(row * C), x.at(row * C)
@@ -60,7 +60,7 @@ def tausworthe_dropout(k, out, x, stream, *, C: int, rate: float, bits: str, mod
 @lowering("dropout_backward", "tausworthe_dropout_backward", starts="dx")
 def lower_dropout(op: Op, c: Lowering) -> None:
     (name, out), x = next(iter(op.outputs.items())), op.inputs.get("x", op.inputs.get("dy"))
-    constants = {"C": int(out.shape[-1]), "rate": op.rate, "mode": op.modes[name]}
+    constants = {"C": int(out.shape[-1]), "rate": op.rate, "mode": op.modes[name], **batch_and_seq(out)}
     operands = {"out": out, "x": x, "stream": op.stream}
     if "bits" in op.attrs:
         c.call(tausworthe_dropout, operands, {**constants, "bits": op.bits}, writes="out")

@@ -4,7 +4,7 @@ Flat kernels see elements, the others rows. A result that leaves the caches is w
 
 from typing import Any
 
-from barellm.cpu.kernel import Lowering, Op, kernel, lowering
+from barellm.cpu.kernel import Lowering, Op, batch_and_seq, kernel, lowering
 from barellm.cpu.kernels import loops
 from barellm.cpu.kernels.numbers import bits, number
 from barellm.cpu.kernels.pointwise.activations import EMITTERS
@@ -94,11 +94,11 @@ def bias(k, y, x, bias, *, C, dims, inner, mode_y) -> None:
             dst.store(loops.accumulate(k, dst, c, mask, src.load(c, mask) + bias.load(c, mask), mode_y), c, mask)
 
 
-@kernel("last_row", constants=lambda op: {"C": int(op.x.shape[-1])})
-def last_row(k, y, x, *, C, mode_y) -> None:
+@kernel("last_row", constants=lambda op: {"C": int(op.x.shape[-1]), **batch_and_seq(op.x)})
+def last_row(k, y, x, *, C, batch, seq, mode_y) -> None:
     """y (batch, 1, C) = x (batch, seq, C) at the last position."""
-    seq = k.scalar("seq")
-    with k.parallel_for(k.scalar("batch")) as b:
+    seq = k.size(seq)
+    with k.parallel_for(k.size(batch)) as b:
         dst, src = y.at(b * C), x.at(((b + 1) * seq - 1) * C)
         for c, mask, _ in loops.columns(k, C):
             dst.store(loops.accumulate(k, dst, c, mask, src.load(c, mask), mode_y), c, mask)

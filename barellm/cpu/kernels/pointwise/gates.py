@@ -6,9 +6,8 @@ from itertools import cycle
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import Lowering, Op, Value, lowering
+from barellm.cpu.kernel import Lowering, Op, Value, batch_and_seq, lowering
 from barellm.cpu.kernels import loops
-from barellm.cpu.kernels.attention.attention_microkernels import runtime_size, size_constant
 from barellm.cpu.kernels.reductions import chunks_of_rows, combine_sums, lower_partials, lower_scalars
 from barellm.cpu.lang.vector import exp
 from barellm.program.dtypes import PLANES
@@ -104,12 +103,7 @@ def lower_gate_logits_backward(op: Op, c: Lowering) -> None:
 def gated_constants(op: Op) -> dict[str, Any]:
     """Compile-time constants. `strides`: (name, elements from one row to the next) of each operand and result."""
     strides = tuple((name, t.row_stride) for name, t in (op.inputs | op.outputs).items() if len(t.shape) == 3)
-    sizes = {
-        "batch": size_constant(op.x.shape[0]),
-        "seq": size_constant(op.x.shape[1]),
-        "C": int(op.x.shape[2]),
-        "N": int(op.z.shape[2]),
-    }
+    sizes = {**batch_and_seq(op.x), "C": int(op.x.shape[2]), "N": int(op.z.shape[2])}
     return {**sizes, "strides": strides, "scale": op.scale, "squash": op.squash, "shift": op.shift}
 
 
@@ -132,8 +126,8 @@ def gate_scale(k, factor, scale: float, *, squash: bool) -> tuple[Value, Value |
 def gated(k, y, base, x, z, factor, *, batch, seq, C, N, strides, scale, squash, shift, mode_y) -> None:
     """y = base + gate * x[t - shift] (x before the sequence's begin: 0), gate = gate_scale * sigmoid(z), one for each group of
     columns; `base` None: 0. A row's gates are computed first, into this thread's scratch."""
-    T, D, stride = runtime_size(k, seq), C // N, dict(strides)
-    rows, gates = runtime_size(k, batch) * T, k.thread_scratch()
+    T, D, stride = k.size(seq), C // N, dict(strides)
+    rows, gates = k.size(batch) * T, k.thread_scratch()
     factor_scale, _ = gate_scale(k, factor, scale, squash=squash)
     nontemporal = (
         rows * (C * y.itemsize) > loops.STREAM_BYTES if mode_y == "store" and D % (loops.ROW_UNROLL * k.lanes) == 0 else None
@@ -184,8 +178,8 @@ def gated_backward(k, partials, dx, dz, dy, x, z, factor, *, batch, seq, C, N, s
     """dx[t - shift] = gate dy[t]; dz = gate_scale s (1 - s) dot, s = sigmoid(z) and dot = sum(dy x) over a group's columns;
     partials (chunks) = sums of s dot, for the factor's gradient. dy is read once: dx of a group of columns and its dot product in
     one pass. `modes`: of dx and dz."""
-    T, D, stride = runtime_size(k, seq), C // N, dict(strides)
-    rows, padded = runtime_size(k, batch) * T, -(-N // k.lanes) * k.lanes
+    T, D, stride = k.size(seq), C // N, dict(strides)
+    rows, padded = k.size(batch) * T, -(-N // k.lanes) * k.lanes
     gates = k.thread_scratch()  # sigmoids of a row's gates, then `dots`, padded to vectors
     dots = gates.at(padded)
     factor_scale, derivative = gate_scale(k, factor, scale, squash=squash)
