@@ -27,7 +27,7 @@ def amx_tiles(k, c, a, b, *, M, N, K):
         amx.pad_panel(k, k.thread_scratch("i32"), K)
         with k.loop(0, M, amx.MR) as i:
             count = None if M % amx.MR == 0 else k.min(M - i, amx.MR)
-            amx.multiply_rows(k, sums, a.at(i * K), count, k.thread_scratch("i32"), block, depth=K, stride=K)
+            amx.microkernel_rows(k, sums, a.at(i * K), count, k.thread_scratch("i32"), block, depth=K, stride=K)
             with k.loop(0, amx.MR if count is None else count) as r:
                 for v, mask in enumerate(masks):
                     c.at((i + r) * N).store(sums.at(r * amx.NR).load(v * k.lanes), j + v * k.lanes, mask)

@@ -229,7 +229,7 @@ class ImplicitGemm:
         steps = chunks * self.geometry.taps
         if self.blocking.use_amx:
             count = rows // amx.SIDE
-            amx.multiply_column(k, dst, count, lambda s: panel.bytes(shift(s)), filters, steps, begun=add_previous)
+            amx.microkernel_column(k, dst, count, lambda s: panel.bytes(shift(s)), filters, steps, begun=add_previous)
             return
         with microkernel.accumulators(k, tile, dst, self.tile_n, add_previous) as acc, k.loop(0, steps) as s:
             left = panel.bytes(shift(s))

@@ -87,10 +87,12 @@ def tile_registers(k, used: bool) -> Iterator[None]:
         release(k)
 
 
-def multiply(k, out, panel, parts: list[tuple[TileA, Any]], *, begun=None, overlap: Callable[[Value], None] | None = None) -> None:
-    """The micro-kernel: out (MR, NR) fp32 = A @ panel, or where `begun` (i1; None: never) out += A @ panel. `parts`: pieces of A
-    along the depth, each with its number of steps of TILE_K. `overlap(step)` is called in each step of the first piece, to overlap
-    packing and prefetches."""
+def microkernel(
+    k, out, panel, parts: list[tuple[TileA, Any]], *, begun=None, overlap: Callable[[Value], None] | None = None
+) -> None:
+    """The micro-kernel: out [MR][NR] fp32 in scratch = A @ panel, or where `begun` (i1; None: never) out += A @ panel. `panel`: a B
+    panel in VNNI layout, [pair][NR]. `parts`: pieces of A along the depth, each with its number of steps of TILE_K. `overlap(step)`
+    is called in each step of the first piece, to overlap packing and prefetches."""
     row = 4 * NR  # bytes from a row of out, or of pairs of the panel, to the next
     load_accumulators(k, out, begun, row=row)
     at = panel
@@ -101,16 +103,17 @@ def multiply(k, out, panel, parts: list[tuple[TileA, Any]], *, begun=None, overl
 
 
 def load_accumulators(k, out, begun, *, row: int) -> None:
-    """Zero the accumulators, or where `begun` (i1, or known here) load them from out (MR, NR) with row pitch `row` bytes."""
+    """Set the accumulators (tile registers 0 to 3): zero, or where `begun` (i1, or known here) loaded from out [MR][NR] fp32 with
+    row pitch `row` bytes."""
 
     def load() -> None:
         for i, j in CORNERS:
-            intrinsic(k, "tileloadd64", 2 * i + j, *_corner(out, i, j, row))
+            intrinsic(k, "tileloadd64", 2 * i + j, *_accumulator_address(out, i, j, row))
 
-    _load_or_clear(k, begun, load)
+    _init_accumulators(k, begun, load)
 
 
-def _load_or_clear(k, begun, load: Callable[[], None]) -> None:
+def _init_accumulators(k, begun, load: Callable[[], None]) -> None:
     """Set the accumulators (tile registers 0 to 3): `load()` emits the loads where `begun` (i1, or known here; None: never), else
     they are zeroed."""
     if isinstance(begun, Value):
@@ -125,13 +128,13 @@ def _load_or_clear(k, begun, load: Callable[[], None]) -> None:
 
 
 def accumulate_steps(k, left: TileA, panel, steps, *, row: int = 4 * NR, overlap: Callable[[Value], None] | None = None) -> None:
-    """The accumulators += A @ panel (VNNI, rows `row` bytes apart) over `steps` of TILE_K; unrolled where that is a Python integer.
-    `overlap(step)` is called in each step."""
+    """The accumulators (tile registers 0 to 3) += A @ panel over `steps` of TILE_K; unrolled where that is a Python integer.
+    `left`: A, two tiles a step; `panel`: VNNI pairs [pair][..], rows `row` bytes apart. `overlap(step)` is called in each step."""
     unrolled = isinstance(steps, int)
     with nullcontext(0) if unrolled else k.loop(0, steps) as s:
         for u in range(steps) if unrolled else [s]:
             here = replace(left, pointer=left.pointer.bytes(u * left.step))
-            _multiply_step(k, here, panel.bytes(u * (SIDE * row)), row)
+            _outer_product_step(k, here, panel.bytes(u * (SIDE * row)), row)
             if overlap is not None:
                 overlap(u)
 
@@ -139,20 +142,20 @@ def accumulate_steps(k, left: TileA, panel, steps, *, row: int = 4 * NR, overlap
 def store_accumulators(k, out, *, row: int) -> None:
     """out (MR, NR) = the accumulators; row pitch `row` bytes."""
     for i, j in CORNERS:
-        intrinsic(k, "tilestored64", 2 * i + j, *_corner(out, i, j, row))
+        intrinsic(k, "tilestored64", 2 * i + j, *_accumulator_address(out, i, j, row))
 
 
-def multiply_column(k, out, count: int, left: Callable[[Value], Pointer], right, steps, *, begun=None) -> None:
-    """out (16 count, 16) fp32 = A @ B over `steps` of TILE_K, or where `begun` (i1; None: never) out += A @ B. A step has `count`
-    <= 4 tiles of A, contiguous from `left(step)` on, and one tile of B. So only one new tile is read a step where A's tiles are
-    those of other steps too, and come from the L1 (a convolution's taps)."""
+def microkernel_column(k, out, count: int, left: Callable[[Value], Pointer], right, steps, *, begun=None) -> None:
+    """out [16 count][16] fp32 = A @ B over `steps` of TILE_K, or where `begun` (i1; None: never) out += A @ B. A step has `count`
+    <= 4 tiles of A, contiguous from `left(step)` on, and one tile of B at right + step * TILE_BYTES (VNNI). So only one new tile is
+    read a step where A's tiles are those of other steps too, and come from the L1 (a convolution's taps)."""
     row = ("i64", str(LINE))
 
     def transfer_accumulators(name: str) -> None:
         for i in range(count):
             intrinsic(k, name, i, ("ptr", out.bytes(i * TILE_BYTES).ref), row)
 
-    _load_or_clear(k, begun, lambda: transfer_accumulators("tileloadd64"))
+    _init_accumulators(k, begun, lambda: transfer_accumulators("tileloadd64"))
     with k.loop(0, steps) as s:
         at = left(s)
         intrinsic(k, "tileloadd64", 7, ("ptr", right.bytes(s * TILE_BYTES).ref), row)
@@ -162,14 +165,14 @@ def multiply_column(k, out, count: int, left: Callable[[Value], Pointer], right,
     transfer_accumulators("tilestored64")
 
 
-def _corner(out, i: int, j: int, row: int) -> tuple[tuple[str, str], tuple[str, str]]:
+def _accumulator_address(out, i: int, j: int, row: int) -> tuple[tuple[str, str], tuple[str, str]]:
     """Where an accumulator of a block with rows of `row` bytes lies, as operands of an instruction."""
     return ("ptr", out.bytes(i * SIDE * row + 4 * SIDE * j).ref), ("i64", str(row))
 
 
 def gemm_accumulate(k, out, left: TileA, right, steps, *, rows: int, cols: int, begins: bool = False) -> None:
-    """out (rows, cols) fp32 += A @ B over `steps` of TILE_K, or with `begins` out = A @ B; rows and cols are multiples of 32.
-    `left`: A's first 32 rows; `left.below` bytes from 16 rows to the next 16. B is in VNNI layout, [TILE_K / 2 * steps][cols]
+    """out [rows][cols] fp32 += A @ B over `steps` of TILE_K, or with `begins` out = A @ B; rows and cols are multiples of 32.
+    `left`: A's first 32 rows; `left.below` bytes from 16 rows to the next 16. `right`: B in VNNI layout, [TILE_K / 2 * steps][cols]
     pairs."""
     row = 4 * cols
     for i0 in range(0, rows, MR):
@@ -181,7 +184,7 @@ def gemm_accumulate(k, out, left: TileA, right, steps, *, rows: int, cols: int, 
             store_accumulators(k, block, row=row)
 
 
-def _multiply_step(k, left: TileA, b, row: int) -> None:
+def _outer_product_step(k, left: TileA, b, row: int) -> None:
     """One step of TILE_K: the accumulators (tile registers 0 to 3) += two tiles of A (4, 5) @ two of B (6, 7), whose rows are `row`
     bytes apart."""
     for i in range(2):
@@ -207,22 +210,22 @@ def peak_loop(k, iterations) -> None:
 PEAK_FLOPS = 4 * SIDE * SIDE * TILE_K * 2  # floating-point operations of one iteration of `peak_loop`
 
 
-def multiply_rows(k, out, a, count, panel, block, *, depth: int, stride: int, **options) -> None:
-    """out (MR, NR) fp32 = rows [0, count) of a (rows, depth), row stride `stride` elements, @ panel; `count` None: MR rows. What an
-    AMX tile would read beyond the depth or beyond the last row is first copied to `block`, zero-padded scratch of
-    `padded_a_bytes(depth)`. `options` are for `multiply`."""
+def microkernel_rows(k, out, a, count, panel, block, *, depth: int, stride: int, **options) -> None:
+    """out [MR][NR] fp32 = rows [0, count) of a (rows, depth) bf16, row stride `stride` elements, @ panel (VNNI); `count` None: MR
+    rows. What an AMX tile would read beyond the depth or beyond the last row is first copied to `block`, zero-padded scratch of
+    `padded_a_bytes(depth)`. `options` are for `microkernel`."""
     whole = depth // TILE_K if count is None else 0  # steps that are read in place
     parts: list[tuple[TileA, Any]] = [(row_major(a, 2 * stride), whole)] if whole else []
     rest = padded(depth) - whole * TILE_K
     if rest:
         rows = MR if count is None else count
-        _copy_rows(k, block, a, rows, first=whole * TILE_K, depth=depth, stride=stride, width=rest)
+        _copy_padded_rows(k, block, a, rows, first=whole * TILE_K, depth=depth, stride=stride, width=rest)
         parts.append((row_major(block, 2 * rest), rest // TILE_K))
-    multiply(k, out, panel, parts, **options)
+    microkernel(k, out, panel, parts, **options)
 
 
-def _copy_rows(k, dst, a, count, *, first: int, depth: int, stride: int, width: int) -> None:
-    """dst (count, width) = columns [first, depth) of `count` rows of a, row stride `stride` elements, zero-padded to `width`
+def _copy_padded_rows(k, dst, a, count, *, first: int, depth: int, stride: int, width: int) -> None:
+    """dst [count][width] bf16 = columns [first, depth) of `count` rows of a, row stride `stride` elements, zero-padded to `width`
     columns (a multiple of TILE_K)."""
     end = first + (depth - first) // k.lanes * k.lanes
     with k.loop(0, count) as r:
@@ -245,9 +248,9 @@ def pad_panel(k, panel, depth) -> None:
 
 
 def pack_a(k, block, b, col, depth, *, stride: int, width: int, cols: int | None) -> None:
-    """Pack A of a weight gradient: rows [0, depth) (tokens) and columns [col, col + width) of b, row stride `stride` elements, as
-    tiles whose rows are b's columns: [width / 16][steps][16][16] pairs of tokens, in bf16. `cols` as for packing.py's pack_b; what
-    exceeds it, and tokens beyond `depth`, are zero-padded."""
+    """Pack A of a weight gradient: columns [col, col + width) of b (depth, stride) bf16, whose rows are tokens, as A tiles whose
+    rows are b's columns: block [width / 16][steps][16 columns][16 pairs of tokens]. `cols`: b's columns where `width` may exceed
+    them, else None; what exceeds, and tokens beyond `depth`, are zero-padded."""
     steps = k.ceil_div(depth, TILE_K)
 
     def pack_step(s, *, tail: bool) -> None:

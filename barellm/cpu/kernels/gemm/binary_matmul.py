@@ -64,8 +64,8 @@ class Tiling:
 
 
 def pack_panels(k, panels, b, *, N, W) -> None:
-    """Panel p, word w, step s: the bits s of word w of each column of the panel, contiguous. Columns beyond the last repeat
-    it."""
+    """The kernel: panels, [panel][word][step][column] = the bits of step s of word w of b (N, W) i32 for each column of the panel,
+    an i32 or a byte each. Columns beyond the last repeat it."""
     tiling = Tiling.of(k.isa)
     lanes, bits = k.lanes, 32 // tiling.steps
     with k.parallel_for(ceil_div(N, tiling.columns)) as panel:
@@ -86,9 +86,9 @@ def pack_panels(k, panels, b, *, N, W) -> None:
                     k.line(f"store {narrow.typed}, ptr {at.bytes(column + step * tiling.columns).ref}, align 1")
 
 
-class Tile:
-    """The micro-kernel's tile of the result: `tiling.rows` rows of a, from `first` on, and the columns of one panel. The counts of
-    different bits are in scratch, [row][column] of i16 or i32, and for a few words in registers."""
+class CountTile:
+    """The micro-kernel's tile of the result: `tiling.rows` rows of a, from `first` on, and the columns of one panel. The numbers of
+    bits that differ are in scratch, [row][column] of i16 or i32, and for a few words in registers."""
 
     def __init__(self, k, a, first, last, *, W: int, short: bool) -> None:
         """`last` is the last row of all: rows behind it count as it does, and are not stored. `W`: words of a row; `short`: sums
@@ -107,9 +107,10 @@ class Tile:
             for v in range(self.tiling.vectors):
                 self.k.line(f"store {self.wide} zeroinitializer, ptr {self.sum_at(r, v)}, align 4")
 
-    def count(self, panel, begin, end) -> None:
-        """Add the numbers of different bits in words [begin, end) of the rows and of the panel's columns to the sums: counted in
-        registers, bytes (words: i32), so that end - begin is FLUSH at most, and then added to scratch."""
+    def count_words(self, panel, begin, end) -> None:
+        """Add the numbers of different bits in words [begin, end) of the tile's rows and of the panel's columns
+        ([word][step][column], packed by `pack_panels`) to the sums in scratch: counted in registers, bytes (words: i32), so that
+        end - begin is FLUSH at most, and then added."""
         k, tiling = self.k, self.tiling
         counts = [[k.var(k.const(0, tiling.type)) for _ in range(tiling.vectors)] for _ in range(tiling.rows)]
         with k.loop(begin, end) as w:
@@ -121,7 +122,7 @@ class Tile:
                     p = at.bytes(step * tiling.columns + v * tiling.lanes * (4 if tiling.name == "words" else 1))
                     columns.append(k.op(tiling.type, f"load {tiling.type}, ptr {p.ref}, align 4"))
                 for r, word in enumerate(words):
-                    self._step(word, step, columns, counts[r])
+                    self._popcount_step(word, step, columns, counts[r])
         for r in range(tiling.rows):
             for v in range(tiling.vectors):
                 where = self.sum_at(r, v)
@@ -131,7 +132,7 @@ class Tile:
                 before = k.op(self.wide, f"load {self.wide}, ptr {where}, align 4")
                 k.line(f"store {(before + count).typed}, ptr {where}, align 4")
 
-    def _step(self, word, step: int, columns, counts) -> None:
+    def _popcount_step(self, word, step: int, columns, counts) -> None:
         """counts[v] += popcount(bits of step `step` of a row's `word` xor those of the panel's columns[v])."""
         k, tiling = self.k, self.tiling
         if tiling.name == "nibbles":
@@ -172,7 +173,7 @@ class Tile:
                 def row(masked: bool, r: int = r, dst=dst) -> None:
                     for c in range(0, tiling.columns, k.lanes):
                         mask = k.mask_first(N - column - c) if masked else None
-                        dst.store(accumulate(k, dst, c, mask, self._value(r, c, columns), mode), c, mask)
+                        dst.store(accumulate(k, dst, c, mask, self._dot_products(r, c, columns), mode), c, mask)
 
                 with k.when(whole):
                     row(False)
@@ -180,7 +181,7 @@ class Tile:
                     with k.otherwise(whole):
                         row(True)
 
-    def _value(self, r: int, c: int, columns: int) -> Value:
+    def _dot_products(self, r: int, c: int, columns: int) -> Value:
         """columns - 2 sums of a vector of the tile: row r, `lanes` columns from c on, as fp32."""
         k = self.k
         part = f"<{k.lanes} x {self.item[0]}>"
@@ -191,8 +192,8 @@ class Tile:
 
 
 def count_signs(k, y, a, panels, *, N, W, columns, dims, inner, mode) -> None:
-    """y (rows, N) = columns - 2 popcount(a (rows, W) xor b), b packed as `panels`: the GEMM of `columns` signs a row. A work item
-    is ROWS rows of one panel."""
+    """The kernel: y (rows, N) = columns - 2 popcount(a (rows, W) xor b), a in i32 words of signs, b packed as `panels` by
+    `pack_panels`: the GEMM of `columns` signs a row. A work item is ROWS rows of one panel."""
     tiling = Tiling.of(k.isa)
     if tiling.name == "nibbles":  # table of nibble n: popcount(n xor i) for each i
         for nibble in range(16):
@@ -205,11 +206,11 @@ def count_signs(k, y, a, panels, *, N, W, columns, dims, inner, mode) -> None:
         end = k.min(block * ROWS + ROWS, rows)
         packed = panels.bytes(panel * (W * tiling.word_bytes))
         with k.loop(block * ROWS, end, tiling.rows) as first:
-            tile = Tile(k, a, first, end - 1, W=W, short=tiling.name != "words" and columns < SHORT)
+            tile = CountTile(k, a, first, end - 1, W=W, short=tiling.name != "words" and columns < SHORT)
             tile.clear()
             words = W if tiling.name == "words" else FLUSH
             with k.loop(0, W, words) as begin:
-                tile.count(packed, begin, k.min(begin + words, W))
+                tile.count_words(packed, begin, k.min(begin + words, W))
             tile.store(y, first, end, panel * tiling.columns, N=N, columns=columns, mode=mode)
 
 

@@ -9,10 +9,10 @@ from itertools import pairwise
 from typing import Any
 
 from barellm.cpu.gemm_config import Tile
-from barellm.cpu.kernel import Lowering, Op, Tensor, Value, lowering
+from barellm.cpu.kernel import Lowering, Op, Tensor, lowering
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.kernels.gemm.block_tile import Tiling, broadcast, isa_of, multiply_accumulate
-from barellm.cpu.kernels.gemm.microkernel import accumulators
+from barellm.cpu.kernels.gemm.microkernel import accumulators, add_previous_sums
 from barellm.cpu.kernels.gemm.packing import pack_b
 from barellm.cpu.kernels.loops import shape_of
 from barellm.program.integers import ceil_div
@@ -30,9 +30,9 @@ def strip_units(tiling: Tiling) -> int:
 
 
 def pack_strips(k, packed, x, row_begin, *, dims, inner, width, block, left) -> None:
-    """packed = up to CHUNK tokens of x (tokens, width), from `row_begin` on, as strips (block_tile.py), [strip][step][column]; with
-    `left` on AMX as A tiles, [strip][step][column][token]. Rows are read sequentially, which memory does fastest; strip by strip it
-    took a fifth longer."""
+    """The kernel: packed = up to CHUNK tokens of x (tokens, width), from `row_begin` on, as strips of nr columns, [strip][step][nr]
+    units; with `left` on AMX as A tiles, [strip][step][column][token]. Rows are read sequentially, which memory does fastest; strip
+    by strip it took a fifth longer."""
     k.use(isa_of(k.isa, block))
     tiling = Tiling.of(k.isa, x.dtype, block)
     tokens = k.min(k.num_elements(dims, inner) - row_begin, CHUNK)
@@ -56,9 +56,9 @@ def pack_strips(k, packed, x, row_begin, *, dims, inner, width, block, left) -> 
 
 
 def block_sparse_wgrad(k, dweight, x, dy, places, count, row_begin, *, dtype, dims, inner, block, mode) -> None:
-    """dweight (blocks, block, block) fp32 += x^T dy over up to CHUNK tokens from `row_begin` on, both packed in strips (of
-    `dtype`). `places`: the block rows of the `count` stored blocks, then their block columns. A work item is a strip of a block's
-    rows."""
+    """The kernel: dweight (blocks, block, block) fp32 += x^T dy over up to CHUNK tokens from `row_begin` on; x and dy: their
+    strips, written by `pack_strips`, of tensors of `dtype`. `places` i32: the block rows of the `count` stored blocks, then their
+    block columns. A work item is a strip of a block's rows."""
     k.use(isa_of(k.isa, block))
     tiling, keep = Tiling.of(k.isa, dtype, block), k.keep(mode)
     # Rows of this chunk: below 0 in a planned chunk that this run does not reach.
@@ -74,7 +74,7 @@ def block_sparse_wgrad(k, dweight, x, dy, places, count, row_begin, *, dtype, di
         number, i = unit // tiling.strips, unit % tiling.strips
         left, column = strip(x, places.get(number), i), places.get(number + count)
         if tiling.tiles:
-            again, at = _again(k, row_begin, keep), dweight.at(number * (block * block) + i * (tiling.nr * block))
+            again, at = add_previous_sums(k, row_begin, keep), dweight.at(number * (block * block) + i * (tiling.nr * block))
             tiles_of_x = amx.TileA(left, amx.LINE, 2 * amx.TILE_BYTES, amx.TILE_BYTES)
             with k.loop(0, tiling.strips) as j:
                 dst = at.at(j * tiling.nr)
@@ -84,7 +84,7 @@ def block_sparse_wgrad(k, dweight, x, dy, places, count, row_begin, *, dtype, di
             return
         with k.loop(0, steps, NEAR) as u, k.loop(0, tiling.strips) as j:
             some, right = k.min(steps - u, NEAR), strip(dy, column, j).at(u * tiling.nr)
-            again = _again(k, u + row_begin, keep)
+            again = add_previous_sums(k, u + row_begin, keep)
             dst = dweight.at(number * (block * block) + i * (tiling.nr * block) + j * tiling.nr)
             for top, bottom in pairwise(edges):
                 with accumulators(k, Tile(bottom - top, tiling.vectors), dst.at(top * block), block, again) as acc:
@@ -92,15 +92,10 @@ def block_sparse_wgrad(k, dweight, x, dy, places, count, row_begin, *, dtype, di
                     multiply_accumulate(k, acc, broadcast(k, lines, tiling.nr, tiling.pair), right, some, tiling.pair)
 
 
-def _again(k, tokens, keep) -> Value:
-    """Whether to accumulate: on the sums of `tokens` before these, or of an earlier micro-batch."""
-    again = tokens > 0
-    return again if keep is None else k.op("i1", f"or i1 {again.ref}, {keep.ref}")
-
-
 @lowering("block_matmul_dw", starts="dweight", also={"places": "i32"})
 def lower_block_matmul_dw(op: Op, c: Lowering) -> None:
-    """In chunks of CHUNK rows: pack those of x and dy into strips, then add their products to the blocks of dweight."""
+    """Append, for chunks of CHUNK tokens: `pack_strips` of x and of dy, then `block_sparse_wgrad`, which adds their products to
+    dweight."""
     layout = op.layout
     block, tiling = layout.block, Tiling.of(c.isa, op.x.dtype, layout.block)
     strips: dict[str, Any] = {}

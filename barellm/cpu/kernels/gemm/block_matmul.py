@@ -34,7 +34,8 @@ class BlockShape:
 
 
 def pack_blocks(k, packed, weight, count, *, block, transposed) -> None:
-    """Pack each block of the weight as B panels of its columns, or where `transposed` of its rows."""
+    """The kernel: packed = each stored block of the weight (count, block, block) as B panels of nr columns, [block number][strip][k
+    unit] [nr]; of its columns, or where `transposed` of its rows."""
     k.use(block_tile.isa_of(k.isa, block))
     tiling = block_tile.Tiling.of(k.isa, weight.dtype, block)
     strip = block // tiling.pair * tiling.nr
@@ -63,8 +64,10 @@ def own_stride(tiling: block_tile.Tiling, width: int) -> int:
 def block_sparse_gemm(
     k, out, partials, x, packed, table, segments, skipped, entries, grain, *, dims, inner, shape: BlockShape, mode
 ) -> None:
-    """out (tokens, K) = x (tokens, C) @ the blocks that the table lists for each segment. In the table `skipped` numbers lie
-    between `segments` and `entries`. Partial sums of split segments go to `partials` (tokens, slots * block)."""
+    """The kernel: out (tokens, K) = x (tokens, C) @ the blocks that `table` (i32) lists for each segment: (target block column,
+    slot or -1, first and last entry) of each segment, then `skipped` numbers, then of each of `entries` entries its block row of x,
+    then its block number in `packed` (`pack_blocks`). Partial sums of split segments go to `partials` (tokens, slots * block) fp32.
+    `grain`: work items taken at a time."""
     C, K, block, slots = shape.C, shape.K, shape.block, shape.slots
     k.use(block_tile.isa_of(k.isa, block))
     tiling = block_tile.Tiling.of(k.isa, x.dtype, block)
@@ -72,14 +75,14 @@ def block_sparse_gemm(
     others = segments * 4 + skipped
     height, tokens = tile_tokens(tiling, C), k.num_elements(dims, inner)
     total = k.ceil_div(tokens, height) * segments
-    wide, held = x.dtype != "fp32" and tiling.pair == 1, k.var(-1)
-    own, stride = k.thread_scratch("fp32" if wide else x.dtype), own_stride(tiling, C)
+    wide, x_tile_number = x.dtype != "fp32" and tiling.pair == 1, k.var(-1)
+    x_tile, stride = k.thread_scratch("fp32" if wide else x.dtype), own_stride(tiling, C)
 
     def put(dst, values, mode: str) -> None:
         for v, value in enumerate(values):
             dst.store(accumulate(k, dst, v * k.lanes, None, value, mode), v * k.lanes)
 
-    sums = own.at(height * stride).as_dtype("fp32")  # of tiles
+    sums = x_tile.at(height * stride).as_dtype("fp32")  # of tiles
     grain = k.max(k.min(grain, total // (k.threads * 8)), 1)
     with amx.tile_registers(k, tiling.tiles), k.parallel_range(total, grain) as (begin, end), k.loop(begin, end) as unit:
         number, segment = unit // segments, unit % segments
@@ -87,10 +90,10 @@ def block_sparse_gemm(
         row = number * height
         count = k.min(tokens - row, height)
         # Copy the rows of x of this tile of tokens, unless the item before had the same.
-        with k.when(held.value.differs(number)), k.loop(0, count) as t:
-            held.value = number
+        with k.when(x_tile_number.value.differs(number)), k.loop(0, count) as t:
+            x_tile_number.value = number
             for c, mask in k.columns(C):
-                source, dst = x.at((row + t) * C), own.at(t * stride)
+                source, dst = x.at((row + t) * C), x_tile.at(t * stride)
                 if wide:
                     dst.store(source.load(c, mask), c, mask)
                 else:
@@ -106,7 +109,7 @@ def block_sparse_gemm(
             with k.loop(first, last) as entry:
                 skip, block_number = table.get(others + entry) * block, table.get(others + entries + entry)
                 panel = packed.at((block_number * tiling.strips + i) * (block // tiling.pair * tiling.nr))
-                left = own.at(t * stride + skip)
+                left = x_tile.at(t * stride + skip)
                 if tiling.tiles:
                     amx.accumulate_steps(k, amx.row_major(left, 2 * stride), panel, block // amx.TILE_K)
                 else:
@@ -132,8 +135,8 @@ def block_sparse_gemm(
 
 
 def add_partials(k, out, partials, table, segments, cuts, *, dims, inner, shape: BlockShape, mode) -> None:
-    """Store to the block columns of `out` whose segment is split the sums of their `partials`, added in order. In the table, `cuts`
-    entries (block column, first slot, last slot + 1) follow the `segments`."""
+    """The kernel: the block columns of `out` whose segment is split = the sums of their `partials`, which `block_sparse_gemm`
+    wrote, added in order. In the table, `cuts` entries (block column, first slot, last slot + 1) follow the `segments`."""
     K, block, slots = shape.K, shape.block, shape.slots
     tokens = k.num_elements(dims, inner)
     with k.parallel_for(tokens) as row, k.loop(0, cuts) as i:
@@ -145,7 +148,9 @@ def add_partials(k, out, partials, table, segments, cuts, *, dims, inner, shape:
             dst.store(accumulate(k, dst, c, mask, total.value, mode), c, mask)
 
 
-def _append(op: Op, c: Lowering, given: Tensor, out: str, table: Tensor, lists: block_layouts.Lists, *, transposed: bool) -> None:
+def _append_block_gemm(
+    op: Op, c: Lowering, given: Tensor, out: str, table: Tensor, lists: block_layouts.Lists, *, transposed: bool
+) -> None:
     """Append the calls for the output `out` = `given` times the block-sparse weight, or its transpose: pack the blocks, multiply
     along `lists` (whose `table` the kernel reads), and sum the partial results of the lists that are cut."""
     layout, tiling = op.layout, block_tile.Tiling.of(c.isa, given.dtype, op.layout.block)
@@ -170,9 +175,9 @@ def _append(op: Op, c: Lowering, given: Tensor, out: str, table: Tensor, lists: 
 
 @lowering("block_matmul", starts="y", also={"weight": dtypes.PLANES, "columns": "i32", "rows": "i32", "places": "i32"})
 def lower_block_matmul(op: Op, c: Lowering) -> None:
-    _append(op, c, op.x, "y", op.columns, op.layout.columns, transposed=False)
+    _append_block_gemm(op, c, op.x, "y", op.columns, op.layout.columns, transposed=False)
 
 
 @lowering("block_matmul_dx", starts="dx", also={"weight": dtypes.PLANES, "rows": "i32"})
 def lower_block_matmul_dx(op: Op, c: Lowering) -> None:
-    _append(op, c, op.dy, "dx", op.rows, op.layout.rows, transposed=True)
+    _append_block_gemm(op, c, op.dy, "dx", op.rows, op.layout.rows, transposed=True)

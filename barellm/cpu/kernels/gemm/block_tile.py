@@ -57,7 +57,8 @@ class Tiling:
 
 
 def multiply_accumulate(k, acc, left: BroadcastA, panel, steps, pair: int) -> None:
-    """acc (rows, columns) += A @ panel over `steps` of the depth, an accumulation chain for each element; `pair` numbers a step."""
+    """acc (rows, nr) += A @ panel over `steps` of the depth, an accumulation chain for each element; `pair` numbers a step. `left`:
+    the loads of A; `panel`: [step][nr] units."""
     if isinstance(steps, int) and steps <= 2 * UNROLL:
         for u in range(steps):
             rank1_update(k, acc, left, panel, k.int(u), pair == 2)

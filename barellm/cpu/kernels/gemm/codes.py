@@ -22,7 +22,8 @@ class Codes:
     """Packed codes (tiles, `blocks`, 128) of a scheme. Vectors are of `lanes` columns, which all lie in one tile."""
 
     def __init__(self, k, p, how: Scheme, blocks: int) -> None:
-        """`blocks`: of a column, its depth / 8. Tables are in registers where there is a byte look-up, else in stack memory."""
+        """`p`: the packed codes; `blocks`: of a column, its depth / 8. The table of 16 values is in registers, as its upper and
+        lower bytes, where there is a byte look-up, else in stack memory."""
         self.k, self.p, self.how, self.blocks = k, p, how, blocks
         self.block_bytes = TILE * BLOCK if how.codes == "i8" else TILE * BLOCK // 2
         self.bytes = f"<{4 * k.lanes} x i8>"
@@ -42,8 +43,8 @@ class Codes:
         return self.p.bytes((self.k.int(tile) * self.blocks + block) * self.block_bytes)
 
     def values(self, block, column) -> Iterator[Value]:
-        """The values of elements 0 to 7 of `lanes` columns from `column` of the tile on: a vector of fp32 each. It is emitted
-        when it is taken, so that few of them are alive at a time."""
+        """The dequantized elements 0 to 7 of `block` for `lanes` columns from `column` of the tile on: a vector of fp32 each,
+        before scaling. Each is emitted when it is taken, so that few of them are alive at a time."""
         k = self.k
         if not self.how.table:
             yield from (self._integers(block, k.int(column) + e * TILE) for e in range(BLOCK))

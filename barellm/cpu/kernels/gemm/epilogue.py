@@ -12,11 +12,11 @@ from barellm.program.ops.pointwise.elementwise import SLOPES
 
 
 class Epilogue:
-    """The epilogue of the columns of one panel, from `col` on. It reads and writes rows of C.
+    """The epilogue of one panel, columns [col, col + NR) of C: reads and writes rows of out, second and other, each (rows, cols).
 
-    `epilogues` apply in their order: "rescale" multiplies with `factor`; "bias" adds it; an activation stores its input to
-    `second`; "residual" adds `other`, and "scaled" adds `scale` times `other`; "times" multiplies the sum with `scale`, and a slope
-    with an activation's slope at `other`."""
+    `epilogues` apply in their order to the fp32 accumulators: "rescale" multiplies by `factor`; "bias" adds it; an activation
+    stores its input to `second`; "residual" adds `other`, and "scaled" adds `scale` times `other`; "times" multiplies by `scale`,
+    and a slope by an activation's slope at `other`."""
 
     def __init__(
         self, k, tile: Tile, out, second, bias, other, col, *, cols: int, strides: Mapping[str, int], epilogues: tuple[str, ...],
@@ -50,8 +50,8 @@ class Epilogue:
         self.out.store(x, at["out"], mask)
 
     def store_row(self, row, sums) -> None:
-        """Apply to all vectors of a row and store it. 16-bit vectors go in pairs: a non-temporal store of half a cache line costs
-        as much as one of a whole line."""
+        """Apply to a row's accumulators `sums`, a vector of fp32 each, and store it. 16-bit vectors go in pairs: a non-temporal
+        store of half a cache line costs as much as one of a whole line."""
         if self.nontemporal is None:
             for v, x in enumerate(sums):
                 self.put(row, v, x)
@@ -78,8 +78,8 @@ class Epilogue:
         return {name: at[stride] for name, stride in self.stride.items()}
 
     def _apply(self, name: str, x, at: dict[str, Value], bias, mask, pre_activations: list | None = None) -> Value:
-        """The vector x after epilogue `name` (the class's docstring has them); `at`: its index in each operand. An activation
-        stores its input to `second`, or only appends it to `pre_activations` where that is given."""
+        """The vector x after epilogue `name` (the class's docstring has them). `at`: its element index in each operand; `mask`: of
+        its columns. An activation stores its input to `second`, or only appends it to `pre_activations` where that is given."""
         if name == "bias":
             return x + bias
         if name == "rescale":

@@ -61,7 +61,8 @@ def append_decode(c: Lowering, name: str, codes: Tensor) -> Tensor:
 def append_gemm(
     c: Lowering, out: Tensor, a: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], *, transposed: bool, mode: str
 ) -> None:
-    """Append out = a @ weight with the `scales` of both, fprop (`transposed`: weight (N, K) is read as (cols, depth)) or dgrad."""
+    """Append out = a @ weight with the `scales` (1) of both, of FP8 operands that are decoded first: fprop (`transposed`: weight
+    (N, K) is read as (cols, depth)) or dgrad."""
     x, w = append_decode(c, "x", a), append_decode(c, "weight", weight)
     N, K = (int(n) for n in w.shape)
     cols, depth = (N, K) if transposed else (K, N)

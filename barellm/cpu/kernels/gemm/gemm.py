@@ -2,7 +2,7 @@
 
 Shapes: a (rows, depth) row-major activations; weight (cols, depth) for fprop, (depth, cols) for dgrad; out (rows, cols).
 
-The loops are gemm_mainloop.py's. Between the multiply-adds of a micro-kernel (unless the config's `overlap` says otherwise) the
+The loops are gemm_mainloop.py's. Between the run_mainloop-adds of a micro-kernel (unless the config's `overlap` says otherwise) the
 thread prefetches the lines of C that the epilogue will touch and packs a piece of the next B panel. An epilogue with GELU's slope
 is deferred: that of the tile before runs between them too, for its loads and table look-ups use other ports. GELU itself is slower
 so: its division stalls the multiplier wherever it stands."""
@@ -28,7 +28,8 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
     where the epilogue needs the registers, or a work item's, where there are several KC blocks."""
 
     def __init__(self, k, a, *operands, through_memory: bool, slope: bool, **sizes) -> None:
-        """`through_memory`: the epilogue reads accumulators from memory. `slope`: it may overlap the next micro-kernel."""
+        """`through_memory`: the epilogue reads accumulators from memory, [MR][NR] fp32 of a tile on the stack, or with several KC
+        blocks those of a work item in scratch. `slope`: it may overlap the next micro-kernel."""
         super().__init__(k, a, *operands, **sizes)
         overlapped = self.config.overlap
         self.vnni, self.prefetch = packing.uses_vnni(k.isa, a.dtype), overlapped == "prefetch"
@@ -41,8 +42,8 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
         self.deferred_epilogue = self.overlap_packing and slope and self.depth >= DEFER_DEPTH
 
     def multiply_panel(self, panel) -> None:
-        """All rows of the item: full tiles of MR rows, which overlap the packing of the next panel, then smaller tiles. A deferred
-        epilogue runs one tile late, so the last full tile's is left after the loop."""
+        """All rows of the item x one packed B panel [k unit][NR]: full tiles of MR rows, which overlap the packing of the next
+        panel, then smaller tiles. A deferred epilogue runs one tile late, so the last full tile's is left after the loop."""
         k, tile = self.k, self.tile
         if self.overlap_packing:
             self.pack_next(self.full_end - self.row_begin)  # one call a row: `prefetch` of the micro-kernel
@@ -78,21 +79,24 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
         self._epilogue_of_rows(row, count)
 
     def _microkernel(self, row, tile: Tile, count) -> list[list[Value]]:
-        """The accumulators of `tile` from row `row` on: tile.mr rows of vectors, this KC block's sums included. `count`: how many
+        """The accumulators of `tile` from row `row` on, mr rows of fp32 vectors, this KC block's sums included. `count`: how many
         of the rows exist (None: all, and only then other work is overlapped); those beyond read the last one again."""
         k = self.k
         rows = [i if count is None else k.min(k.int(i), count - 1) for i in range(tile.mr)]
         load_a, tail = broadcast_a(k, self.a_rows.at(row * self.stride), rows, self.vnni, depth=self.depth, stride=self.stride)
         k_units = self.depth_here // 2 if self.vnni else self.depth_here
         c_init = (self.k_block > 0, self._accumulator_row(row, 0)) if self.k_blocks > 1 else None
-        overlapped = partial(self._overlapped, row) if count is None and (self.prefetch or self.overlap_packing) else None
+        overlapped = (
+            partial(self._overlap_with_microkernel, row) if count is None and (self.prefetch or self.overlap_packing) else None
+        )
         return microkernel(
             k, tile, load_a, self.panel, k_units, self.vnni, tail=tail, prefetch=overlapped, c_init=c_init,
             is_last_k=self.is_last_k,
         )  # fmt: skip
 
-    def _overlapped(self, row, r) -> None:
-        """Overlapped with piece r of the micro-kernel at `row`: prefetch, the epilogue of the tile before, packing."""
+    def _overlap_with_microkernel(self, row, r) -> None:
+        """What piece r (of MR) of the micro-kernel at `row` overlaps: prefetches of C and A, a row of the epilogue of the tile
+        before, a step of packing."""
         k = self.k
         with k.when(self.is_last_k) if self.is_last_k is not None else nullcontext():
             if self.prefetch:
@@ -135,7 +139,7 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
             self._epilogue_of_row(row, r)
 
     def _epilogue_of_row(self, row, r) -> None:
-        """The epilogue of row `row` + r, from accumulators in memory."""
+        """The epilogue of row `row` + r, whose NR accumulators are in memory (`_accumulator_row`)."""
         k = self.k
 
         def put(v) -> None:
@@ -165,44 +169,46 @@ class AmxGemm(gemm_mainloop.GemmMainloop):
         amx.release(self.k)
 
     def multiply_panel(self, panel) -> None:
-        """All rows of the item, in tiles of MR; the full ones overlap the packing of the next panel, a call a step of TILE_K."""
+        """All rows of the item x one packed B panel (VNNI), in tiles of MR; the full ones overlap the packing of the next panel, a
+        call in each step of TILE_K."""
         k, rows = self.k, self.tile.mr
         amx.pad_panel(k, panel, self.depth_here)
         self.pack_next((self.full_end - self.row_begin) // rows * (k.int(self.depth_here) // amx.TILE_K))
         with k.loop(self.row_begin, self.full_end, rows) as row:
-            self._rows(panel, row, None)
+            self._row_tile(panel, row, None)
         self.b_panels.commit()
         with k.loop(self.full_end, self.row_end, rows) as row:
-            self._rows(panel, row, k.min(self.row_end - row, rows))
+            self._row_tile(panel, row, k.min(self.row_end - row, rows))
 
-    def _rows(self, panel, row, count) -> None:
-        """The micro-kernel for a tile of rows, or the first `count` of one, and after the last KC block its epilogue."""
+    def _row_tile(self, panel, row, count) -> None:
+        """The micro-kernel for a tile of MR rows, or the first `count` of one, from row `row` on; after the last KC block its
+        epilogue. The accumulators [MR][NR] fp32 wait in scratch."""
         k = self.k
         a = self.a.at(row * self.stride + self.k_block * self.kc)
         sums = self._accumulators_of(row)
         last_kc = self.depth - (self.k_blocks - 1) * self.kc
         options: dict[str, Any] = {"begun": self.k_block > 0 if self.k_blocks > 1 else None, "stride": self.stride}
         if count is None:
-            options["overlap"] = partial(self._overlapped_step, row)
+            options["overlap"] = partial(self._overlap_with_step, row)
 
-        def multiply(depth: int) -> None:
-            amx.multiply_rows(k, sums, a, count, panel, self.padded_a, depth=depth, **options)
+        def multiply_depth(depth: int) -> None:
+            amx.microkernel_rows(k, sums, a, count, panel, self.padded_a, depth=depth, **options)
 
         # The depth of a block is a constant of the code: a shorter last block gets code of its own.
         if self.is_last_k is None or last_kc == self.kc:
-            multiply(self.kc if self.k_blocks > 1 else self.depth)
+            multiply_depth(self.kc if self.k_blocks > 1 else self.depth)
         else:
             with k.when(self.is_last_k):
-                multiply(last_kc)
+                multiply_depth(last_kc)
             with k.otherwise(self.is_last_k):
-                multiply(self.kc)
+                multiply_depth(self.kc)
         with (
             nullcontext() if self.is_last_k is None else k.when(self.is_last_k),
             k.loop(0, self.tile.mr if count is None else count) as r,
         ):
             self.epilogue.store_row(row + r, [sums.load(r * self.nr + v * k.lanes) for v in range(self.tile.vectors)])
 
-    def _overlapped_step(self, row, step) -> None:
+    def _overlap_with_step(self, row, step) -> None:
         """What overlaps a step of the tile at `row`: packing, and in the last KC block prefetches of C."""
         k, rows_per_step = self.k, self.tile.mr * amx.TILE_K // self.kc
         self.b_panels.step()
@@ -223,29 +229,29 @@ def gemm(
     inner: int, epilogues: tuple[str, ...], mode: str, config: GemmConfig, strides: tuple[tuple[str, int], ...] = (), scale=None,
     factor: float = 1.0, least: int = 0,
 ) -> None:  # fmt: skip
-    """out (rows, cols) = a (rows, depth) @ weight, then the `epilogues` (epilogue.py), which may read `bias` (cols) and `other`
-    (rows, cols) and write `second` (rows, cols); "scaled" and "times" use `scale`, "rescale" uses `factor`. Rows are [row_begin,
-    row_begin + row_limit) of the run's `k.num_elements(dims, inner)`; pointers are to the first of them. `transposed`: weight is
-    (cols, depth), else (depth, cols). `strides`: (name, row stride in elements) of operands that are views. `least`: a run with
-    fewer rows does nothing, since the skinny GEMM does them."""
+    """The kernel: out (rows, cols) = a (rows, depth) @ weight, then the `epilogues` (epilogue.py), which may read `bias` (cols) and
+    `other` (rows, cols) and write `second` (rows, cols); "scaled" and "times" use `scale`, "rescale" uses `factor`. Rows are
+    [row_begin, row_begin + row_limit) of the run's `k.num_elements(dims, inner)`; pointers are to the first of them. `transposed`:
+    weight is (cols, depth), else (depth, cols). `strides`: (name, row stride in elements) of operands that are views. `least`: a
+    run with fewer rows does nothing, since the skinny GEMM does them."""
     assert a.dtype == weight.dtype, "both operands of a GEMM have the program's compute dtype"
     planned = k.num_elements(dims, inner)
     rows = k.min(planned - row_begin, row_limit)
     if least:
         rows = k.select(planned < least, 0, rows)
-    multiply(
+    run_mainloop(
         k, out, second, a, weight, rows, bias, other, cols=cols, depth=depth, transposed=transposed, epilogues=epilogues, mode=mode,
         config=config, strides=dict(strides), scale=scale, factor=factor,
     )  # fmt: skip
 
 
-def multiply(
+def run_mainloop(
     k, out, second, a, weight, rows, bias, other, *, cols: int, depth: int, transposed: bool, epilogues: tuple[str, ...], mode: str,
     config: GemmConfig, strides: Mapping[str, int], scale=None, factor: float = 1.0, streams: bool = True,
 ) -> None:  # fmt: skip
-    """Run the main loop for `rows` rows, on AMX tiles or vector registers, what this ISA has for the dtype of a. `weight`: as
-    `GemmMainloop` has it. `streams`: results of AMX tiles that exceed the caches are stored non-temporally. Other parameters as in
-    `gemm`."""
+    """The GEMM of `rows` rows: its epilogue and its main loop, on AMX tiles or vector registers, what this ISA has for the dtype of
+    a. `weight`: a pointer, or an object that packs itself (`GemmMainloop`). `streams`: results of AMX tiles that exceed the caches
+    are stored non-temporally. Other parameters as in `gemm`."""
     kc = kc_of(k.isa, a.dtype, depth, config)
     long = [name for name in epilogues if (emitter := emitter_of(name)) and emitter.long]
     through_memory = bool(long)

@@ -57,7 +57,8 @@ class GemmMainloop(ABC):
         """Run the micro-kernel over the rows of the item with a packed B panel (KC, NR)."""
 
     def run(self) -> None:
-        """The loops of the module's docstring. The context managers of loops that run once are left out (`nullcontext`)."""
+        """The loops of the module's docstring, setting the state of the class's. Loops that run once are left out
+        (`nullcontext`)."""
         k = self.k
         self.b_panels = packing.PanelBuffers(k, self.scratch, self.panel_nbytes, self._pack)
         with k.parallel_for(self.m_blocks * self.n_groups) as self.item:
@@ -122,7 +123,8 @@ class GemmMainloop(ABC):
         return self.depth if is_last_k is None else self.k.select(is_last_k, self.k.int(last_kc), self.kc)
 
     def _pack(self, into, panel_id) -> packing.PackTask:
-        """The task that packs a KC block of a panel of the weight (`block_of_panel`)."""
+        """The task that packs KC block panel_id % k_blocks of panel panel_id // k_blocks of the weight (`block_of_panel`) into
+        `into`, [k unit] [NR] as packing.py has it."""
         if not isinstance(self.weight, Pointer):
             return self.weight.pack(self, into, panel_id)
         k, kc = self.k, self.kc

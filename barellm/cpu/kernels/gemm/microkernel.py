@@ -1,8 +1,8 @@
 """The GEMM micro-kernel on vector registers: an MR x NR tile of C, updated by one outer product for each step of the depth.
 
-In registers: MR x (NR / lanes) accumulators, a row of the packed B panel (packing.py, in the L1), one broadcast element of A. With
-VNNI a step is a pair of bf16. Each element of C is one accumulation chain over the depth, so its bits do not depend on the
-blocking (gemm_config.py)."""
+In registers: MR x (NR / lanes) accumulators, fp32; a row of the packed B panel (packing.py wrote it, it stays in the L1); one
+broadcast element of A. With VNNI a step is a pair of bf16 along the depth. Each element of C is one accumulation chain over the
+depth, so its bits do not depend on the blocking (gemm_config.py). `tile`: MR and the vectors of NR columns."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,11 +20,12 @@ def microkernel(
     prefetch: Callable[[Value], None] | None = None, overlap: Callable[[], None] | None = None,
     c_init: tuple[Value, Pointer] | None = None, is_last_k=None,
 ) -> list[list[Value]]:  # fmt: skip
-    """A (mr, k_units) @ panel (k_units, nr): the accumulators, mr rows of vectors. A k unit is an element of the depth, with `vnni`
-    a pair of bf16. `tail` loads A for the odd last element, done where `is_last_k` (None: always). `c_init`: (condition, pointer to
-    nr-wide rows); where true, accumulators are loaded, not zeroed, for a later KC block. Software pipelining: `prefetch(r)` is
-    called mr times at even distances on the way (all at once would fill the line-fill buffers that the loop's own loads need),
-    `overlap()` `overlap_calls` times, to pack."""
+    """A (mr, k_units) @ panel (k_units, nr): returns the accumulators, mr rows of fp32 vectors. A k unit is an element of the
+    depth, with `vnni` a pair of bf16. `panel`: packed by `pack_b` or `pack_b_transposed`, [k unit][nr]. load_a(r, u): unit u of row
+    r of A in all lanes; `tail`: the same for the odd last element, done where `is_last_k` (None: always). `c_init`: (i1, pointer to
+    [mr][nr] fp32); where true the accumulators begin with what a KC block before left there. Software pipelining: `prefetch(r)` is
+    called mr times at even distances (all at once would fill the line-fill buffers that the loop's own loads need), `overlap()`
+    `overlap_calls` times."""
     lanes, acc = k.lanes, zero_tile(k, tile)
     if c_init is not None:
         with k.when(c_init[0]):
@@ -63,8 +64,8 @@ def zero_tile(k, tile: Tile) -> list[list[Var]]:
 
 @contextmanager
 def accumulators(k, tile: Tile, dst, pitch: int, add_previous) -> Iterator[list[list[Var]]]:
-    """The accumulators of a tile: loaded from dst (mr, nr), row stride `pitch` elements, where `add_previous` (i1; None: never),
-    else zero; stored there in the end."""
+    """The accumulators of a tile, in a `with`: loaded from dst [mr][pitch] fp32 where `add_previous` (i1; None: never), else zero;
+    stored there in the end."""
     acc = zero_tile(k, tile)
     places = [(x, dst.at(r * pitch + v * k.lanes)) for r, row in enumerate(acc) for v, x in enumerate(row)]
     if add_previous is not None:
@@ -76,8 +77,16 @@ def accumulators(k, tile: Tile, dst, pitch: int, add_previous) -> Iterator[list[
         p.store(x.value)
 
 
+def add_previous_sums(k, tokens_before, keep) -> Value:
+    """Whether (i1) a chunk of a contraction over tokens is added to the result: where other chunks came before it, or where the op
+    adds to what an earlier micro-batch left (`keep`, i1; None: never)."""
+    follows = tokens_before > 0
+    return follows if keep is None else k.op("i1", f"or i1 {follows.ref}, {keep.ref}")
+
+
 def rank1_update(k, acc, load_a: BroadcastA, panel, u, vnni: bool) -> None:
-    """acc (mr, nr) += outer product of A's column and the panel's row of step `u`; with VNNI of two columns and rows."""
+    """acc (mr, nr) += outer product of step `u`: unit u of each row of A (load_a) x the packed panel's row u, [u][nr] fp32 or VNNI
+    pairs."""
     vectors, lanes = len(acc[0]), k.lanes
     right = [panel.as_dtype("i32").load_raw(u * (vectors * lanes) + v * lanes) for v in range(vectors)]
     for r, row in enumerate(acc):
@@ -92,8 +101,9 @@ def overlap_calls(k, tile: Tile, k_units) -> Value:
 
 
 def broadcast_a(k, a, rows, vnni: bool, *, depth: int, stride: int) -> tuple[BroadcastA, BroadcastA | None]:
-    """Loads of A from row-major memory, unpacked, for `microkernel`: of `rows` (indices) of a, row stride `stride` elements.
-    Returns the load of a whole k unit and, where VNNI pairs leave an odd last element, that of the element alone."""
+    """Loads of A for `microkernel` from row-major memory, unpacked: `rows` (indices) of a (.., stride) in fp32 or bf16. Returns
+    (the load of a whole k unit; where VNNI pairs leave an odd last element of the `depth`, the load of it paired with zero, else
+    None)."""
     bases = [a.at(row * stride) for row in rows]
     if not vnni:
         return (lambda r, u: k.splat(bases[r].get(u))), None

@@ -1,7 +1,10 @@
 """Packing of GEMM operands into the order in which the micro-kernel reads them, in a thread's scratch (BLIS's packm).
 
-A B panel of NR columns is [depth][NR]. With a bf16 dot-product instruction it is in VNNI layout, [depth / 2][NR][2]: pairs of rows
-interleaved, an odd depth padded with zeros. Without one, bf16 becomes fp32 while packing; fp16 always does."""
+    B panel    (depth, NR)   [depth][NR] fp32, or VNNI [depth / 2][NR][2] bf16: pairs of rows interleaved, an odd depth zero-padded
+    packed A   (depth, MC)   [tile of MR columns][depth][MR] fp32, or VNNI [tile][depth / 2][MR][2] bf16 (`PackedA`, wgrad only)
+
+A unit is 32 bits: one fp32, or a VNNI pair where the ISA has a bf16 dot product. Without one, bf16 becomes fp32 while packing; fp16
+always does. Packing is cut into chunks, so that it can be spread over a micro-kernel's loop (`PackTask`, `PanelBuffers`)."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -106,10 +109,10 @@ class PanelBuffers:
 def pack_b_transposed(
     k, panel, w, col, *, cols: int, stride: int, depth, even: bool, nr: int, fetch: Callable[[Value], None] | None = None
 ) -> PackTask:
-    """The task that packs a B panel (depth, nr) from a transposed B: `depth` elements of rows [col, col + nr) of w (cols, stride),
-    which are B's columns. A chunk is 4 units (fp32 or VNNI pairs) of `lanes` columns, transposed 4 x 4 in each 128-bit group;
-    chunks go along the depth first. `even`: depth is a whole number of chunks. Columns beyond the last repeat it; the epilogue
-    never stores them. `fetch(i)`, with chunk i, prefetches what is packed later (None: chunks NEAR and FAR ahead)."""
+    """The task that packs a B panel (depth, nr) from a transposed B: elements [0, depth) of rows [col, col + nr) of w (cols,
+    stride), which are B's columns. A chunk is 4 units of `lanes` columns, transposed 4 x 4 in each 128-bit group; chunks go along
+    the depth first. `even`: depth is a whole number of chunks. Columns beyond the last repeat it; the epilogue never stores them.
+    `fetch(i)`, with chunk i, prefetches what is packed later (None: chunks NEAR and FAR ahead)."""
     pair = uses_vnni(k.isa, w.dtype)
     lanes, elements = k.lanes, 8 if pair else 4  # of a column in a chunk
     hangs_over = cols % nr != 0
@@ -130,7 +133,7 @@ def pack_b_transposed(
         c, d = i // depth_chunks * lanes, i % depth_chunks * elements
         (fetch or fetch_ahead)(i)
         # Vector r has in its 128-bit group g the 4 units of column 4 g + r, so that the transposed vectors have columns in order.
-        four = [k.concat([_units(k, column_of_b(c + (r + g)).at(d), pair) for g in range(0, lanes, 4)]) for r in range(4)]
+        four = [k.concat([_load_four_units(k, column_of_b(c + (r + g)).at(d), pair) for g in range(0, lanes, 4)]) for r in range(4)]
         for u, vector in enumerate(transpose_groups(k, four)):
             out.store_raw(vector, (d // (elements // 4) + u) * nr + c)
 
@@ -153,7 +156,7 @@ def pack_b_transposed(
     return PackTask(k, depth_chunks * (nr // lanes), chunk, pack_tail)
 
 
-def _units(k, p, pair: bool) -> Value:
+def _load_four_units(k, p, pair: bool) -> Value:
     """4 units of the packed form as i32: VNNI pairs of bf16, contiguous in memory, or fp32."""
     if pair or p.dtype == "fp32":
         return k.op("<4 x i32>", f"load <4 x i32>, ptr {p.ref}, align {p.itemsize}")
@@ -162,10 +165,10 @@ def _units(k, p, pair: bool) -> Value:
 
 
 def pack_b(k, block, b, col, depth, *, stride: int, width: int, cols, columns_next: bool = False) -> PackTask:
-    """The task that packs a B panel (depth, width) from row-major B: rows [0, depth) and columns [col, col + width) of b, row
-    stride `stride` elements. A chunk is a row, or with VNNI an interleaved pair of rows. `cols`: the number of b's columns where
-    the panel may exceed it (zero-padded), else None. `columns_next`: the panel of the next columns follows, not that of the next
-    rows, so the far prefetch goes there."""
+    """The task that packs a B panel (depth, width), [depth][width] or VNNI, from row-major B: rows [0, depth) and columns [col, col
+    + width) of b, row stride `stride` elements. A chunk is a row, or with VNNI an interleaved pair of rows. `cols`: the number of
+    b's columns where the panel may exceed it (zero-padded), else None. `columns_next`: the panel of the next columns follows, not
+    that of the next rows, so the far prefetch goes there."""
     pair = uses_vnni(k.isa, b.dtype)
     lanes = k.lanes
     depth = k.int(depth)
@@ -218,9 +221,9 @@ class PackedA:
         self, k, at, *, dtype: str, rows: int, cols: int, stride: int, max_depth, inside: bool,
         block: Callable[[Value], tuple[Pointer, Value, Value, Value]],
     ) -> None:  # fmt: skip
-        """`rows`: MR; `max_depth`: of any block. `block(number)`: (b, first column, last column + 1, depth) of block `number`.
-        `stride`: row stride of b in elements. `inside`: no tile hangs over the last of the `cols` columns; else it is
-        zero-padded."""
+        """`at`: where it lies in scratch; `rows`: MR; `cols`, `stride`: columns and row stride (elements) of b; `max_depth`: of any
+        block. `block(number)`: (b, first column, last column + 1, depth) of block `number`. `inside`: no tile hangs over the last
+        of the `cols` columns; else it is zero-padded."""
         self.k, self.at, self.rows, self.block = k, at.as_dtype("i32"), rows, block
         self.cols, self.stride = cols, stride
         self.pair = uses_vnni(k.isa, dtype)
@@ -243,25 +246,26 @@ class PackedA:
         """The packed tile that starts `column` columns after the block's first."""
         k = self.k
         with k.when(self.group.value.equals(column // (self.tiles * self.rows))):
-            self._pack_until(self.whole)
+            self._pack_units_until(self.whole)
         return self.at.at(column * self.max_units)
 
     def step(self) -> None:
         """Pack the next `per_call` units of the next group, if there is one."""
         k = self.k
         with k.when(self.group.value < self.groups):
-            self._pack_until(k.min(self.unit.value + self.per_call, self.whole))
+            self._pack_units_until(k.min(self.unit.value + self.per_call, self.whole))
 
-    def _pack_until(self, end) -> None:
-        """Pack the next group's units [unit, `end`), which completes the group where `end` is its last whole unit."""
+    def _pack_units_until(self, end) -> None:
+        """Pack units [unit, `end`) of the next group of tiles, which completes it where `end` is its last whole unit: then the odd
+        last row, paired with zeros, follows."""
         k, group = self.k, self.group.value
         columns = self._columns(group)
         hangs_over = columns[-1] + self.rows > self.cols
         if not self.inside:
             with k.when(hangs_over), k.loop(self.unit.value, end) as u:
-                self._pack(columns, u, masked=True)
+                self._pack_group_unit(columns, u, masked=True)
         with nullcontext() if self.inside else k.otherwise(hangs_over), k.loop(self.unit.value, end) as u:
-            self._pack(columns, u)
+            self._pack_group_unit(columns, u)
         complete = end.equals(self.whole)
         if self.pair:
             with k.when(complete & (self.depth & 1).differs(0)):
@@ -275,10 +279,10 @@ class PackedA:
         end = self.first + (self.last - self.first - 1) // self.rows * self.rows
         return [self.k.min(start + i * self.rows, end) for i in range(self.tiles)]
 
-    def _pack(self, columns, u, *, masked: bool = False) -> None:
-        """Pack unit u of a group's tiles and prefetch later ones. A group may begin inside a cache line and end in another: the L2
-        has the first from the group before, so only the last is prefetched at distance FAR. After the last unit come those of the
-        next group: a few hundred tokens are not many times FAR."""
+    def _pack_group_unit(self, columns, u, *, masked: bool = False) -> None:
+        """Pack unit u of the tiles at `columns` of b, a group, and prefetch later ones. A group may begin inside a cache line and
+        end in another: the L2 has the first from the group before, so only the last is prefetched at distance FAR. After the last
+        unit come those of the next group: a few hundred tokens are not many times FAR."""
         k, unit_rows = self.k, 2 if self.pair else 1
         first, last, near, far = columns[0], columns[-1] + (self.rows - 1), u + LEFT_NEAR, u + FAR
         beyond = far >= self.whole
@@ -291,8 +295,8 @@ class PackedA:
             self._pack_unit(col, u, masked=masked)
 
     def _pack_unit(self, col, u, *, masked: bool, half: bool = False) -> None:
-        """Pack unit u of the tile at column `col`: `rows` 32-bit words. `masked`: it may hang over the last column and is
-        zero-padded; `half`: the unit is the last row of an odd depth, paired with zeros."""
+        """Pack unit u of the tile at column `col` of b: MR words of 32 bits, fp32 or VNNI pairs of rows 2 u and 2 u + 1. `masked`:
+        it may hang over the last column and is zero-padded; `half`: the unit is the last row of an odd depth, paired with zeros."""
         k, b, rows = self.k, self.b, self.rows
         item = "i16" if b.itemsize == 2 else "float"
         tile = self.at.at((col - self.first) * self.max_units + u * rows)

@@ -26,8 +26,9 @@ def quantized_skinny_gemm(
     k, out, second, x, codes, scales, bias, other, *, cols: int, depth: int, weights: str, dims: tuple[str, ...], inner: int,
     epilogues: tuple[str, ...], mode: str, strides: tuple[tuple[str, int], ...] = (),
 ) -> None:  # fmt: skip
-    """out (rows, cols) = x (rows, depth) @ weight and then the `epilogues`, for FEW rows at most; nothing if a run has more.
-    `weights`: the name of the quantization scheme; other parameters as in gemm.py's `gemm`."""
+    """The kernel: out (rows, cols) = x (rows, depth) @ weight, then the `epilogues`, for FEW rows at most; nothing if a run has
+    more. `codes`, `scales`: the weight (cols, depth) as the module's docstring has it, of quantization scheme `weights`; other
+    parameters as in gemm.py's `gemm`."""
     rows, row_strides = k.num_elements(dims, inner), dict(strides)
     make_epilogue = partial(
         epilogue.Epilogue, k, Tile(1, TILE // k.lanes), out, second, bias, other, cols=cols, epilogues=epilogues, mode=mode,
@@ -48,10 +49,10 @@ class QuantizedWeight:
     scales: Scales
 
     def pack(self, loop: gemm_mainloop.GemmMainloop, into, panel_id) -> packing.PackTask:
-        """The task that dequantizes a KC block of a panel into a packed B panel (KC, NR). A chunk is BLOCK elements of the depth of
-        a vector of columns."""
+        """The task that dequantizes KC block panel_id % k_blocks of a panel of the weight into a packed B panel (KC, NR), of fp32
+        or VNNI pairs. A chunk is BLOCK elements of the depth of a vector of columns."""
         if not loop.transposed:
-            return self._pack_rows(loop, into, panel_id)
+            return self._pack_panel_dgrad(loop, into, panel_id)
         k, nr, pair, codes = loop.k, loop.nr, packing.uses_vnni(loop.k.isa, loop.a.dtype), self.codes
         last_tile, vectors = ceil_div(loop.cols, TILE) - 1, nr // k.lanes
         col, k_block, depth = loop.block_of_panel(panel_id)
@@ -85,9 +86,9 @@ class QuantizedWeight:
         """The scales of a group, of the `lanes` rows of the matrix from row `within` of a tile of rows on."""
         return self.scales.load(tile, group, within) * self.scales.powers(tile, within)
 
-    def _pack_rows(self, loop: gemm_mainloop.GemmMainloop, into, panel_id) -> packing.PackTask:
-        """The same where the rows of the matrix are the depth. A chunk is a tile of rows and BLOCK columns, transposed in
-        registers."""
+    def _pack_panel_dgrad(self, loop: gemm_mainloop.GemmMainloop, into, panel_id) -> packing.PackTask:
+        """As `pack`, where the rows of the stored matrix are the depth (dgrad). A chunk is a tile of TILE rows and BLOCK columns,
+        transposed in registers."""
         k, nr, pair, codes = loop.k, loop.nr, packing.uses_vnni(loop.k.isa, loop.a.dtype), self.codes
         col, k_block, block_depth = loop.block_of_panel(panel_id)
         depth = k.int(block_depth)
@@ -104,7 +105,7 @@ class QuantizedWeight:
                 numbers = [x * scale for x in codes.values(codes.block(here, block), within)]
                 units = [k.bitcast(k.round_bf16(x), f"<{k.lanes // 2} x i32>") if pair else k.bitcast(x, k.ivec) for x in numbers]
                 unit = (tile * TILE + within) // per_unit
-                for n, row in enumerate(_transposed(k, units)[: ceil_div(min(rows - within, k.lanes), per_unit)]):
+                for n, row in enumerate(_transpose_columns(k, units)[: ceil_div(min(rows - within, k.lanes), per_unit)]):
                     store(row, unit + n, at)
 
         def store(row, unit, at) -> None:
@@ -124,7 +125,7 @@ class QuantizedWeight:
         return packing.PackTask(k, depth // TILE * blocks, lambda i: dequantize(i // blocks, i % blocks, TILE), pack_tail)
 
 
-def _transposed(k, columns) -> list[list[Value]]:
+def _transpose_columns(k, columns) -> list[list[Value]]:
     """The rows of BLOCK columns, each a vector of i32: of every row one vector of BLOCK lanes, or two of half as many. Three
     perfect shuffles of all lanes turn the number of the column, the upper bits of a lane's place, into its lower bits."""
     lanes = int(columns[0].type.split()[0][1:])
@@ -150,15 +151,16 @@ def quantized_gemm(
     dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str, config: GemmConfig, least: int,
     strides: tuple[tuple[str, int], ...] = (), transposed: bool = True,
 ) -> None:  # fmt: skip
-    """The usual GEMM, out (rows, cols) = x (rows, depth) @ weight with `epilogues`, for rows [row_begin, row_begin + row_limit) of
-    a run that has at least `least` rows. `weights`: the name of the quantization scheme. `transposed`: the matrix is (cols, depth),
-    else (depth, cols). Other parameters as in gemm.py's `gemm`."""
+    """The kernel for more rows: out (rows, cols) = x (rows, depth) @ weight with `epilogues`, for rows [row_begin, row_begin +
+    row_limit) of a run that has at least `least` rows. `codes`, `scales`: the stored matrix, of scheme `weights`, which is
+    dequantized while B panels are packed; `transposed`: it is (cols, depth), else (depth, cols). Other parameters as in gemm.py's
+    `gemm`."""
     how = scheme(weights)
     planned = k.num_elements(dims, inner)
     rows = k.select(planned < least, 0, k.min(planned - row_begin, row_limit))
     width = depth if transposed else cols  # of a row of the matrix
     weight = QuantizedWeight(Codes(k, codes, how, ceil_div(width, BLOCK)), Scales(k, scales, how.groups(width)))
-    gemm.multiply(
+    gemm.run_mainloop(
         k, out, second, x, weight, rows, bias, other, cols=cols, depth=depth, transposed=transposed, epilogues=epilogues, mode=mode,
         config=config, strides=dict(strides), streams=False,
     )  # fmt: skip

@@ -82,8 +82,10 @@ def row_bytes(how: Scheme, dtype: str, depth: int) -> int:
 class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
     """One thread's part of a product with FEW rows at most."""
 
-    def _prepare(self) -> None:
-        """Quantize x to fixed point, digits to the base 256, in this thread's scratch: each thread needs all of it."""
+    def _prepare_x(self) -> None:
+        """Quantize x to fixed point, digits to the base 256, in this thread's scratch: each thread needs all of it. A row of
+        scratch: `count` planes of a byte an element; the groups' scales (fp32); for each digit the groups' first integer sums
+        (i32)."""
         k = self.k
         self.integers, self.count, self.group = integer_codes(self.how), digits_of(self.x.dtype), group_of(self.how)
         # A row in scratch: the digits, `count` planes of a byte an element; of each group its scale (fp32); of each digit and group
@@ -100,8 +102,8 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
             self._quantize_group(self.x.at(row * self.stride), self.digits.bytes(row * self.row_bytes), group)
 
     def _quantize_group(self, x, row, group) -> None:
-        """Quantize group `group` of a row x (depth) to fixed point and store it to `row` in scratch: digits, scale (NaN where a
-        number is infinite or NaN) and -offset * sum(digits), with which the integer sums begin."""
+        """Quantize group `group` of a row x (depth) to fixed point and store it to `row` of scratch (`_prepare_x`): digits, scale
+        (NaN where a number is infinite or NaN) and -offset * sum(digits), with which the integer sums begin."""
         k, bits = self.k, BITS[self.count]
         first = group * self.group
         numbers = []
@@ -142,28 +144,28 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
     def _begin(self, row, group, digit: int) -> Pointer:
         return row.bytes(group * 4 + (self.scales_at + (digit + 1) * 4 * self.x_groups))
 
-    def _tile(self, tile, rows: int) -> list[list[Value]]:
+    def _sums_of_tile(self, tile, rows: int) -> list[list[Value]]:
         """The finished sums of 16 columns, a vector, of each row: [row][0]."""
         self.x_rows = [self._digits_of_row(r) for r in range(rows)]
-        return super()._tile(tile, rows)
+        return super()._sums_of_tile(tile, rows)
 
-    def _finish(self, tile, totals) -> list[list[Value]]:
+    def _apply_powers(self, tile, totals) -> list[list[Value]]:
         """Also times the scale of the columns where a whole row has one."""
         if not self.how.group:
             scale = self.scales.load(tile, self.k.int(0), 0)
             for [total] in totals:
                 total.value = total.value * scale
-        return super()._finish(tile, totals)
+        return super()._apply_powers(tile, totals)
 
     def _digits_of_row(self, row: int) -> Pointer:
         """The quantized row of x in scratch. Rows that do not exist are the last one."""
         k = self.k
         return self.digits.bytes((k.int(row) if row == 0 else k.min(self.rows - 1, row)) * self.row_bytes)
 
-    def _multiply_group(self, tile, group, blocks: int, totals) -> None:
-        """totals[r][0] += x @ weight over `blocks` blocks of a group of x, for the 16 columns of a tile. The product of a digit of
-        the weight and one of x counts 256 to the sum of their places: there is an integer sum for each such power, and Horner's
-        scheme combines them in the end."""
+    def _accumulate_group(self, tile, group, blocks: int, totals) -> None:
+        """totals[r][0] += x @ weight over `blocks` blocks of group number `group` of x, for the 16 columns of a tile. The product
+        of a digit of the weight and one of x counts 256 to the sum of their places: there is an integer sum for each such power,
+        and Horner's scheme combines them in the end."""
         k, places, x_rows = self.k, self.count + self.integers.digits - 1, self.x_rows
         sums = []
         for p in x_rows:
@@ -174,7 +176,7 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
             sums.append([k.var(begin) for begin in begins])
         first = group * (self.group // BLOCK)
         for b in range(blocks):
-            self._multiply_block(self.codes.block(tile, first + b), first + b, x_rows, sums)
+            self._accumulate_block(self.codes.block(tile, first + b), first + b, x_rows, sums)
         scale = self.scales.load(tile, group, 0) if self.how.group else None
         for p, row_sums, [total] in zip(x_rows, sums, totals, strict=True):
             value = k.to(row_sums[places - 1].value, k.vec)
@@ -186,8 +188,9 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
             else:
                 total.value = k.fma(value * power, scale, total.value)
 
-    def _multiply_block(self, p, block, x_rows, sums) -> None:
-        """sums[row][place] += the byte products of block number `block`, whose codes are at p: 8 elements of 16 columns."""
+    def _accumulate_block(self, p, block, x_rows, sums) -> None:
+        """sums[row][place] (i32) += the byte products of block number `block`, whose codes are at p: 8 elements of 16 columns.
+        `x_rows`: the rows' digits in scratch."""
         k = self.k
         for line in range(0, self.codes.block_bytes, packing.LINE):
             k.prefetch(p.bytes(quantized_few.PREFETCH_BLOCKS * self.codes.block_bytes + line))
@@ -200,8 +203,8 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
                         row_sums[place + d].value = multiply_bytes(k, row_sums[place + d].value, digit, x)
 
     def _load_digits(self, p) -> list[list[Value]]:
-        """A block of the weight, its codes at p: [half][digit] vectors of unsigned bytes, a lane of 4 bytes a column: elements 0 to
-        3, then 4 to 7."""
+        """A block of the weight, its codes at p, as [half][digit] vectors of unsigned bytes: a lane has 4 bytes of a column,
+        elements 0 to 3 in the first half, 4 to 7 in the second."""
         k = self.k
         if not self.how.table:
             order = [row * TILE + column for column in range(TILE) for row in range(LANE)]

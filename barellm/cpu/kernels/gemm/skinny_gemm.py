@@ -60,8 +60,9 @@ class Tiling:
 
 
 def skinny_configs(isa: ISA, dtype: str, cols: int, depth: int) -> list[SkinnyGemmConfig]:
-    """The configs to tune over, the default first. Processors with AMX prefetch by themselves, faster than software prefetches,
-    each of which occupies a line-fill buffer. Zen 4 is fastest with prefetches into its L2, Zen 3 into its L1."""
+    """The configs to tune over for a weight (cols, depth), the default first. Processors with AMX prefetch by themselves, faster
+    than software prefetches, each of which occupies a line-fill buffer. Zen 4 is fastest with prefetches into its L2, Zen 3 into
+    its L1."""
     on_tiles = skinny_gemm_amx.fits(isa, dtype, cols, depth)
     unrolls = skinny_gemm_amx.UNROLLS if on_tiles else (Tiling.of(isa, dtype).columns, Tiling.of(isa, dtype).columns // 2)
     # At least eight work items remain.
@@ -117,7 +118,8 @@ class SkinnyGemm:
     """One thread's loop over panels of a skinny GEMM, M <= FEW."""
 
     def __init__(self, k, a, weight, rows, *, cols: int, depth: int, stride: int, config: SkinnyGemmConfig) -> None:
-        """out = a (rows, depth) @ weight (cols, depth)^T. `stride`: elements from a row of a to the next."""
+        """The GEMM out = a (rows, depth) @ weight (cols, depth)^T. `stride`: elements from a row of a to the next. Scratch as
+        `ScratchLayout` has it."""
         self.k, self.a, self.weight, self.rows, self.config = k, a, weight, rows, config
         self.cols, self.depth, self.stride = cols, depth, stride
         self.tiling, self.dot = Tiling.of(k.isa, a.dtype), packing.uses_vnni(k.isa, a.dtype)
@@ -143,31 +145,31 @@ class SkinnyGemm:
         self.copies = [p.as_dtype(a.dtype) for p in copies_at]
 
     def run(self, make_epilogue: Callable[[Value], Epilogue]) -> None:
-        """For each panel of NR columns: the sums (rows, NR) to scratch, then the epilogue make_epilogue(first column) of all
-        rows."""
+        """For each panel of NR columns: the sums [rows][width] fp32 to scratch, then the epilogue make_epilogue(first column) of
+        all rows."""
         k, nr, tiles = self.k, self.nr, self.tiles
         if tiles:
-            tiles.begin()
+            tiles.pack_x()
         with k.parallel_range(ceil_div(self.cols, nr), self.config.panels) as (begin, end), k.loop(begin, end) as panel:
             column = panel * nr
             if tiles:
-                tiles.multiply(column, self.sums, self.width)
+                tiles.panel_sums(column, self.sums, self.width)
             else:
-                self._multiply_vectors(column)
+                self._panel_sums(column)
             epilogue = make_epilogue(column)
             with k.loop(0, self.rows) as row:
                 for v in range(nr // k.lanes):
                     epilogue.put(row, v, self.sums.load(row * self.width + v * k.lanes))
         if tiles:
-            tiles.end()
+            tiles.release()
 
-    def _multiply_vectors(self, column) -> None:
+    def _panel_sums(self, column) -> None:
         """The sums of the panel from `column` on, on vector registers."""
         is_gemv = self.rows.equals(1)
         with self.k.when(is_gemv):
             self._gemv(column)
         with self.k.otherwise(is_gemv):
-            self._blocks(column)
+            self._gemm_blocks(column)
 
     def _gemv(self, column) -> None:
         """M = 1: `config.unroll` columns at a time over the whole depth, while the next ones are prefetched."""
@@ -177,11 +179,11 @@ class SkinnyGemm:
             following = columns[0].at(wide * self.depth)
             chains = self._chains(1, wide)
             block = Block(columns, c, k_block=k.int(0), first=k.int(0), last=k.int(self.depth), tiles=k.int(1), next=following)
-            self._multiply([self.a], block, columns, chains, k.int(0))
+            self._microkernel([self.a], block, columns, chains, k.int(0))
             self._reduce_lanes(chains[0], self.sums.at(c))
 
-    def _blocks(self, column) -> None:
-        """M > 1: for each KC block, for each micro-tile's columns of the panel, all tiles of rows."""
+    def _gemm_blocks(self, column) -> None:
+        """M > 1: the sums of the panel from `column` on. For each KC block, for each micro-tile's columns, all tiles of rows."""
         k, tiling = self.k, self.tiling
         high = (self.rows + 1) // tiling.rows * tiling.rows  # rows of high tiles, the last of which may have a row less
         tiles = high // tiling.rows + k.ceil_div(self.rows - high, LOW)
@@ -212,8 +214,9 @@ class SkinnyGemm:
         return {"next": following, "run": self.kc * self.itemsize, "gap": (self.depth - self.kc) * self.itemsize}
 
     def _copy_columns(self, block: Block) -> list[Pointer]:
-        """Copy a block's columns to where they do not conflict in the L1, if there are enough rows to pay for it. Returns the
-        addresses to read from: of the copies or, with few rows, of the columns themselves. A partial last unit is not copied."""
+        """Copy a block's columns (KC elements each) to scratch where they do not conflict in the L1, if there are enough rows to
+        pay for it. Returns the addresses to read from: of the copies or, with few rows, of the columns themselves. A partial last
+        unit is not copied."""
         k, many, bits = self.k, self.rows > COPIED, f"<{self.unit * self.itemsize // 4} x i32>"
         whole = (block.last - block.first) // self.unit * self.unit
         with k.when(many), k.loop(0, whole, self.unit) as d:
@@ -225,9 +228,10 @@ class SkinnyGemm:
         return [Pointer(k, k.op("ptr", text).ref, self.a.dtype) for text in texts]
 
     def _micro_tile(self, block: Block, columns, row, rows: int, tile_number) -> None:
-        """The micro-kernel of one tile, number `tile_number` of the block's: `rows` rows of a from `row` on, the block's columns,
-        which are read from the addresses `columns`. Rows beyond the last recompute it. Accumulators are loaded from scratch after
-        the first KC block, stored there before the last, and reduced to `sums` after the last."""
+        """One micro-tile of a block of B: `rows` rows of a from `row` on x the block's columns, read from the addresses `columns`.
+        Rows beyond the last recompute it. The accumulators, `lanes` partial sums of an element each, are loaded from scratch after
+        the first KC block, stored there before the last, and reduced to `sums` after the last. `tile_number`: its number in the
+        block."""
         k, tiling = self.k, self.tiling
         numbers = [k.min(row + i, self.rows - 1) for i in range(rows)]
         chains = self._chains(rows, tiling.wide)
@@ -238,7 +242,7 @@ class SkinnyGemm:
                 for i, chain in enumerate(flat):
                     chain.value = kept.load(i * k.lanes)
         left = [self.a.at(r * self.stride + block.first) for r in numbers]
-        self._multiply(left, block, columns, chains, tile_number)
+        self._microkernel(left, block, columns, chains, tile_number)
         is_last_k = block.k_block.equals(self.k_blocks - 1)
         if self.k_blocks > 1:
             with k.otherwise(is_last_k):
@@ -258,7 +262,7 @@ class SkinnyGemm:
         at = [k.min(first + i, self.cols - 1) if self.cols % self.tiling.nr else first + i for i in range(count)]
         return [self.weight.at(c * self.depth + depth) for c in at]
 
-    def _multiply(self, left, block: Block, columns, chains, tile_number) -> None:
+    def _microkernel(self, left, block: Block, columns, chains, tile_number) -> None:
         """chains[r][c] += row r of a * column c, lane by lane, over the block's KC elements of the depth. `left`: addresses of the
         rows at the block's first element; `columns`: of the columns, read in whole units (a partial last one: from
         `block.columns`). Of the next block this tile prefetches an equal share, number `tile_number` of `block.tiles`, `step` bytes
@@ -279,7 +283,7 @@ class SkinnyGemm:
                     ends = rest <= 0
                     offset.value = k.select(ends, offset.value + block.gap, offset.value)
                     run_left.value = k.select(ends, rest + run, rest)
-            self._multiply_unit([x.at(d) for x in left], [w.at(d) for w in columns], chains)
+            self._microkernel_unit([x.at(d) for x in left], [w.at(d) for w in columns], chains)
         if not self.depth % unit:
             return
         with k.when(block.last.equals(self.depth)):  # the partial unit at the end of the depth
@@ -290,7 +294,7 @@ class SkinnyGemm:
                 for c, w in enumerate(block.columns):
                     self._fma_column(xs, w.load(at, mask), chains, c)
 
-    def _multiply_unit(self, left, right, chains) -> None:
+    def _microkernel_unit(self, left, right, chains) -> None:
         """chains[r][c] += left[r] * right[c] over one unit: `lanes` elements, of bf16 twice as many. Without a dot product for bf16
         the even elements are multiplied, then the odd ones, as fp32."""
         k = self.k
@@ -359,8 +363,8 @@ def skinny_gemm(
     k, out, second, a, weight, bias, other, *, cols: int, depth: int, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...],
     mode: str, config: SkinnyGemmConfig, strides: tuple[tuple[str, int], ...] = (), factor: float = 1.0,
 ) -> None:  # fmt: skip
-    """out (rows, cols) = a (rows, depth) @ weight.T then the `epilogues`, for M <= FEW rows; does nothing if a run has more.
-    Parameters as in gemm.py's `gemm`."""
+    """The kernel: out (rows, cols) = a (rows, depth) @ weight.T, weight (cols, depth) row-major, then the `epilogues`, for M <= FEW
+    rows; does nothing if a run has more. Other parameters as in gemm.py's `gemm`."""
     rows, row_strides = k.num_elements(dims, inner), dict(strides)
     tile = Tile(1, panel_width(k.isa, a.dtype, cols, depth) // k.lanes)
     make_epilogue = partial(

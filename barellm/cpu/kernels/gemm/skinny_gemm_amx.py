@@ -35,8 +35,9 @@ class SkinnyGemmAmx:
         self.x = scratch.as_dtype("i32")
         self.out = scratch.bytes(round_up(2 * MOST * depth, 64)).as_dtype("fp32")
 
-    def begin(self) -> None:
-        """Pack x in VNNI layout, (depth / 2, WIDTHS) pairs along the depth; rows beyond the last are zero."""
+    def pack_x(self) -> None:
+        """Pack x (rows, depth) bf16 in VNNI layout into this thread's scratch, [depth / 2][width] pairs along the depth, `width`
+        being the smallest of WIDTHS; rows beyond the last are zero."""
         k, side = self.k, amx.SIDE
         amx.configure(k)
         zero = k.const(0, k.ivec)
@@ -55,14 +56,14 @@ class SkinnyGemmAmx:
                     with k.otherwise(any_row), k.loop(0, self.depth // 2) as pair:
                         self.x.store_raw(zero, pair * width + first)
 
-    def multiply(self, column, sums, pitch: int) -> None:
-        """sums (rows, NR), row stride `pitch` elements = the columns [column, column + NR) of the result. Where they would exceed
-        it, the last NR columns are computed instead, and stored so far before `sums` that each lies in its place."""
+    def panel_sums(self, column, sums, pitch: int) -> None:
+        """sums (rows, NR) fp32, row stride `pitch` elements = the columns [column, column + NR) of the result. Where they would
+        exceed it, the last NR columns are computed instead, and stored so far before `sums` that each lies in its place."""
         k, side = self.k, amx.SIDE
         start = k.min(column, self.cols - NR) if self.cols % NR else column
         for width, is_width in self._widths():
             with k.when(is_width):
-                self._multiply_tiles(self.weight.at(start * self.depth), width)
+                self._microkernel(self.weight.at(start * self.depth), width)
                 for first in range(0, width, side):
                     with k.when(self.rows > first):
                         for half in range(0, NR, side):
@@ -71,10 +72,10 @@ class SkinnyGemmAmx:
                             for i, line in enumerate(square):
                                 sums.store(line, (first + i) * pitch + half)
 
-    def _multiply_tiles(self, at, width: int) -> None:
-        """self.out (NR, width) fp32 = NR rows of the weight, from `at` on, @ the packed x, `width` rows of it. With few tiles at a
-        time the weight is read nearly sequentially, which the hardware prefetcher sees. Software prefetches, where the config has
-        them, fetch the NR rows behind these, most likely the thread's next work item."""
+    def _microkernel(self, at, width: int) -> None:
+        """self.out [NR][width] fp32 = NR rows of the weight (row-major, from `at` on) @ the packed x [depth / 2][width]. With few
+        tiles at a time the weight is read nearly sequentially, which the hardware prefetcher sees. Software prefetches, where the
+        config has them, fetch the NR rows behind these, most likely the thread's next work item."""
         k, side = self.k, amx.SIDE
         high, wide = (self.config.unroll, 1) if width == side else (2, 2)  # tiles of the weight, and of x
         next_panel = NR * 2 * self.depth  # bytes
@@ -103,7 +104,7 @@ class SkinnyGemmAmx:
                         where = self.out.bytes(4 * ((top + i * side) * width + first + side * j))
                         amx.intrinsic(k, "tilestored64", i * wide + j, ("ptr", where.ref), ("i64", str(4 * width)))
 
-    def end(self) -> None:
+    def release(self) -> None:
         amx.release(self.k)
 
     def _widths(self) -> list[tuple[int, Value]]:

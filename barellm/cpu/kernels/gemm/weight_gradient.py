@@ -12,161 +12,204 @@ exists. The packed A of a chunk stays in the L2, the B panel in the L1. Chunks a
 blocking (gemm_config.py)."""
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from barellm.cpu.gemm_config import GemmConfig, Tile, token_chunk
 from barellm.cpu.kernel import ISA, Pointer, Value
-from barellm.cpu.kernels.gemm import amx, gradient_tiles, packing
-from barellm.cpu.kernels.gemm.microkernel import block_of_item, microkernel, overlap_calls, prefetch_row
+from barellm.cpu.kernels.gemm import amx, packing, weight_gradient_amx
+from barellm.cpu.kernels.gemm.microkernel import add_previous_sums, block_of_item, microkernel, overlap_calls, prefetch_row
 from barellm.cpu.kernels.optim.squares import BlockSum, block_number
 from barellm.program.integers import ceil_div, round_up
 
 NONTEMPORAL_BYTES = 1 << 20  # a gradient of this many bytes that is stored, not added to, leaves the caches anyway
 
 
+class WgradEpilogue:
+    """The epilogue of both wgrad kernels: accumulators, times `scale` (None: 1), are stored or added to dweight (N, K) fp32, a row
+    of a tile at a time. `keep`: whether (i1; None: no) the op adds to dweight; chunks of tokens after the first always do."""
+
+    def __init__(self, k, dweight, squares, tile: Tile, *, K: int, keep, scale, nontemporal: bool) -> None:
+        """`squares`: sums of squares of the stored blocks (squares.py), None: not wanted. `nontemporal`: of rows that are only
+        stored, whose vectors are whole."""
+        self.k, self.dweight, self.squares, self.tile, self.K = k, dweight, squares, tile, K
+        self.keep, self.scale, self.nontemporal = keep, scale, nontemporal
+
+    def adds(self, t) -> Value:
+        """Whether (i1) the chunk of tokens that starts at t is added to dweight."""
+        return add_previous_sums(self.k, t, self.keep)
+
+    def masks_of(self, col) -> list[Value | None]:
+        """The masks of the vectors of a panel, from column `col` on; None: all lanes."""
+        k, nr = self.k, self.tile.nr(self.k.isa)
+        return [k.mask_first(self.K - col - v * k.lanes) if self.K % nr else None for v in range(self.tile.vectors)]
+
+    def store_row(self, add: bool, row, col, sums, masks) -> list[Value]:
+        """dweight[row, col ...] = `sums`, a vector of fp32 for each of `masks`, scaled, or with `add` plus the old one. Returns
+        what is stored."""
+        stored = []
+        for v, value in enumerate(sums):
+            at = row * self.K + col + v * self.k.lanes
+            value = value if self.scale is None else value * self.scale
+            if add:
+                value = value + self.dweight.load(at, masks[v])
+            self.dweight.store(value, at, masks[v], nontemporal=self.nontemporal and not add)
+            stored.append(value)
+        return stored
+
+    def store_amx_tile(self, t, row, count, col, sums) -> None:
+        """The first `count` rows of an AMX tile at (row, col) of dweight, of the chunk of tokens that starts at t; `sums` (MR, NR)
+        fp32 in scratch, written by amx.microkernel. Also the tile's sum of squares, where these are wanted."""
+        k, nr = self.k, self.tile.nr(self.k.isa)
+        adds, masks = self.adds(t), self.masks_of(col)
+        block = None if self.squares is None else BlockSum(k)
+        for add, branch in ((True, k.when), (False, k.otherwise)):  # code of its own without the load
+            with branch(adds), k.loop(0, count) as r:
+                values = [sums.load(r * nr + v * k.lanes) for v in range(self.tile.vectors)]
+                stored = self.store_row(add, row + r, col, values, masks)
+                if block is not None:
+                    inside = zip(stored, masks, strict=True)
+                    block.add_row([x if mask is None else k.select(mask, x, 0.0) for x, mask in inside])
+        if block is not None:
+            block.put(self.squares, block_number(row, col, self.K))
+
+
 def weight_gradient(
     k, dweight, dy, x, row_begin, row_limit, squares=None, *, N: int, K: int, dims: tuple[str, ...], inner: int, mode: str,
     config: GemmConfig, strides: tuple[tuple[str, int], ...] = (), scale=None,
 ) -> None:  # fmt: skip
-    """dweight (N, K) = dy (tokens, N).T @ x (tokens, K), stored or accumulated as `mode` says. Tokens are [row_begin, row_begin +
-    row_limit) of the run's `k.num_elements(dims, inner)`; dy and x point to the first. `strides`: row strides, in elements, of
-    operands that are views. `scale` multiplies the sums of each chunk. `squares`: sums of squares of the stored blocks
-    (squares.py); the blocks are AMX tiles, so only these give them."""
+    """The wgrad kernel: dweight (N, K) fp32 = dy (tokens, N).T @ x (tokens, K), stored or accumulated as `mode` says. Tokens are
+    [row_begin, row_begin + row_limit) of the run's `k.num_elements(dims, inner)`; dy and x point to the first. `strides`: row
+    strides, in elements, of operands that are views. `scale` multiplies the sums of each chunk. `squares`: sums of squares of the
+    stored blocks (squares.py); the blocks are AMX tiles, so only these give them."""
     dy_row, x_row = (dict(strides).get(name, width) for name, width in (("dy", N), ("x", K)))
-    tile, mc, nc = config.tile, config.mc, config.nc
-    nr, chunk = tile.nr(k.isa), token_chunk(k.isa)
     tokens = k.min(k.num_elements(dims, inner) - row_begin, row_limit)
-    keep = k.keep(mode)
-    nontemporal = N * K * 4 >= NONTEMPORAL_BYTES and K % nr == 0 and mode != "add"
-
-    def accumulates(t) -> Value:
-        """Whether the chunk of tokens that starts at t is added to dweight."""
-        return t > 0 if keep is None else k.op("i1", f"or i1 {(t > 0).ref}, {keep.ref}")
-
-    def store_row(add: bool, row, col, sums, masks: list[Value | None]) -> list[Value]:
-        """The epilogue of a row's vectors: scale, accumulate (`add`), store; returns what is stored."""
-        stored = []
-        for v, value in enumerate(sums):
-            at = row * K + col + v * k.lanes
-            value = value if scale is None else value * scale
-            if add:
-                value = value + dweight.load(at, masks[v])
-            dweight.store(value, at, masks[v], nontemporal=nontemporal and not add)
-            stored.append(value)
-        return stored
-
-    def masks_of(col) -> list[Value | None]:
-        return [k.mask_first(K - col - v * k.lanes) if K % nr else None for v in range(tile.vectors)]
-
+    nontemporal = N * K * 4 >= NONTEMPORAL_BYTES and K % config.tile.nr(k.isa) == 0 and mode != "add"
+    epilogue = WgradEpilogue(k, dweight, squares, config.tile, K=K, keep=k.keep(mode), scale=scale, nontemporal=nontemporal)
+    sizes: dict[str, Any] = {"N": N, "K": K, "dy_row": dy_row, "x_row": x_row, "config": config}
     if amx.uses_tiles(k.isa, dy.dtype):
-
-        def store_rows(t, row, count, col, sums) -> None:
-            """The epilogue of an AMX tile: of its first `count` rows, from `sums` (rows, nr) in memory."""
-            adds, masks = accumulates(t), masks_of(col)
-            block = None if squares is None else BlockSum(k)
-            for add, branch in ((True, k.when), (False, k.otherwise)):  # code of its own without the load
-                with branch(adds), k.loop(0, count) as r:
-                    values = [sums.load(r * nr + v * k.lanes) for v in range(tile.vectors)]
-                    stored = store_row(add, row + r, col, values, masks)
-                    if block is not None:
-                        inside = zip(stored, masks, strict=True)
-                        block.add_row([x if mask is None else k.select(mask, x, 0.0) for x, mask in inside])
-            if block is not None:
-                block.put(squares, block_number(row, col, K))
-
-        sizes: dict[str, Any] = {"N": N, "K": K, "dy_row": dy_row, "x_row": x_row, "config": config}
-        gradient_tiles.multiply(k, dy, x, tokens, store=store_rows, **sizes)
+        weight_gradient_amx.weight_gradient_amx(k, dy, x, tokens, store=epilogue.store_amx_tile, **sizes)
         return
     assert squares is None, "blocks of squares are those of AMX tiles"
-    pair = packing.uses_vnni(k.isa, dy.dtype)
-    scratch, nbytes = k.thread_scratch("i32"), packing.panel_bytes(k.isa, dy.dtype, chunk, nr)
-    m_blocks, n_blocks = ceil_div(N, mc), ceil_div(K, nc)
-    heights = [min(mc, N - n) for n in range(0, N, mc)]
-    tails = sorted({n % tile.mr for n in heights} - {0})  # rows of a block beyond its full tiles
+    WeightGradient(k, dy, x, tokens, epilogue, **sizes).run()
 
-    def pack(into, number) -> packing.PackTask:
+
+class WeightGradient:
+    """One thread's loops over work items, chunks of tokens, panels and tiles, on vector registers. State of the loops: the work
+    item `item`, rows [n0, n1) x columns [k0, k1) of dweight, of which rows [n0, full_end) are full tiles; the chunk of tokens from
+    `t` on; `calls`, how often a micro-kernel calls `_pack_step`; the panel `panel` from column `col` on."""
+
+    def __init__(
+        self, k, dy, x, tokens, epilogue: WgradEpilogue, *, N: int, K: int, dy_row: int, x_row: int, config: GemmConfig
+    ) -> None:
+        """dy (tokens, N) and x (tokens, K), row strides `dy_row` and `x_row` elements. Scratch: two B panels, then the packed A."""
+        self.k, self.dy, self.x, self.tokens, self.epilogue = k, dy, x, tokens, epilogue
+        self.N, self.K, self.dy_row, self.x_row, self.config, self.tile = N, K, dy_row, x_row, config, config.tile
+        self.nr, self.chunk, self.vnni = self.tile.nr(k.isa), token_chunk(k.isa), packing.uses_vnni(k.isa, dy.dtype)
+        self.m_blocks, self.n_blocks = ceil_div(N, config.mc), ceil_div(K, config.nc)
+        self.heights = [min(config.mc, N - n) for n in range(0, N, config.mc)]
+        self.tails = sorted({n % self.tile.mr for n in self.heights} - {0})  # rows of a block beyond its full tiles
+        # Packing goes through one register, so it overlaps the micro-kernel with 16 too: gemm.py's transposes need more.
+        self.overlap = config.overlap != "none"
+        scratch, nbytes = k.thread_scratch("i32"), packing.panel_bytes(k.isa, dy.dtype, self.chunk, self.nr)
+        self.b_panels = packing.PanelBuffers(k, scratch, nbytes, self._pack_b_panel)
+        inside = all(i * config.mc + round_up(n, self.tile.mr) <= N for i, n in enumerate(self.heights))
+        self.packed_a = packing.PackedA(
+            k, scratch.bytes(2 * nbytes), dtype=dy.dtype, rows=self.tile.mr, cols=N, stride=dy_row,
+            max_depth=k.min(tokens, self.chunk), inside=inside, block=self._block_of_a,
+        )  # fmt: skip
+
+    def _pack_b_panel(self, into, number) -> packing.PackTask:
         """The task that packs B panel `number`, t * K + col: columns [col, col + nr) of x, tokens from t on."""
-        t, col = number // K, number % K
-        ragged = K if K % nr else None
-        return packing.pack_b(k, into, x.at(t * x_row), col, k.min(tokens - t, chunk), stride=x_row, width=nr, cols=ragged)
+        t, col = number // self.K, number % self.K
+        ragged = self.K if self.K % self.nr else None
+        source, depth = self.x.at(t * self.x_row), self.k.min(self.tokens - t, self.chunk)
+        return packing.pack_b(self.k, into, source, col, depth, stride=self.x_row, width=self.nr, cols=ragged)
 
-    def block(number) -> tuple[Pointer, Value, Value, Value]:
+    def _block_of_a(self, number) -> tuple[Pointer, Value, Value, Value]:
         """Block `number` of A, t * m_blocks + m_block: (dy, first and last column of dy, tokens), from token t on."""
-        t, first = number // m_blocks, number % m_blocks * mc
-        return dy.at(t * dy_row), first, k.min(first + mc, N), k.min(tokens - t, chunk)
+        k, mc = self.k, self.config.mc
+        t, first = number // self.m_blocks, number % self.m_blocks * mc
+        return self.dy.at(t * self.dy_row), first, k.min(first + mc, self.N), k.min(self.tokens - t, self.chunk)
 
-    # Packing goes through one register, so it overlaps the micro-kernel with 16 too: gemm.py's transposes need more.
-    prefetch, overlap = config.overlap == "prefetch", config.overlap != "none"
-    b_panels = packing.PanelBuffers(k, scratch, nbytes, pack)
-    inside = all(i * mc + round_up(n, tile.mr) <= N for i, n in enumerate(heights))
-    packed_a = packing.PackedA(
-        k, scratch.bytes(2 * nbytes), dtype=dy.dtype, rows=tile.mr, cols=N, stride=dy_row, max_depth=k.min(tokens, chunk),
-        inside=inside, block=block,
-    )  # fmt: skip
+    def run(self) -> None:
+        """The loops of the module's docstring."""
+        k, tile, chunk, mc, nc = self.k, self.tile, self.chunk, self.config.mc, self.config.nc
+        with k.when(self.tokens > 0), k.parallel_for(self.m_blocks * self.n_blocks) as self.item:
+            m_block, n_block = block_of_item(self.item, self.config, self.m_blocks, self.n_blocks)
+            self.n0, self.k0 = m_block * mc, n_block * nc
+            self.n1, self.k1 = k.min(self.n0 + mc, self.N), k.min(self.k0 + nc, self.K)
+            self.full_end = self.n1 - (self.n1 - self.n0) % tile.mr if self.tails else self.n1
+            with k.loop(0, self.tokens, chunk) as self.t:
+                depth = k.min(self.tokens - self.t, chunk)
+                self.k_units = (depth + 1) >> 1 if self.vnni else depth
+                self.calls = overlap_calls(k, tile, self.k_units)
+                self.packed_a.acquire(self.t * self.m_blocks + m_block, self.calls)
+                self.adds = self.epilogue.adds(self.t)
+                with k.loop(self.k0, self.k1, self.nr) as self.col:
+                    self._multiply_panel()
 
-    with k.when(tokens > 0), k.parallel_for(m_blocks * n_blocks) as item:
-        m_block, n_block = block_of_item(item, config, m_blocks, n_blocks)
-        n0, k0 = m_block * mc, n_block * nc
-        n1, k1 = k.min(n0 + mc, N), k.min(k0 + nc, K)
-        full_end = n1 - (n1 - n0) % tile.mr if tails else n1
-        with k.loop(0, tokens, chunk) as t:
-            depth = k.min(tokens - t, chunk)
-            k_units = (depth + 1) >> 1 if pair else depth
-            calls = overlap_calls(k, tile, k_units)  # in each micro-kernel
-            packed_a.acquire(t * m_blocks + m_block, calls)
-            adds = accumulates(t)
-            with k.loop(k0, k1, nr) as col:
-                number = t * K + col
-                panel = b_panels.acquire(number)
-                more_panels, more_chunks = col + nr < k1, t + chunk < tokens
-                if overlap:  # which panel is next: in this chunk, in the next chunk, or the next item's first
-                    _, next_n = block_of_item(item + 1, config, m_blocks, n_blocks)
-                    next_id = k.select(more_chunks, (t + chunk) * K + k0, next_n * nc)
-                    next_id = k.select(more_panels, number + nr, next_id)
-                    exists = more_panels | more_chunks | (item + 1 < m_blocks * n_blocks)
-                    b_panels.pack_next(next_id, exists, (n1 - n0) // tile.mr * calls)
-                masks = masks_of(col)
+    def _multiply_panel(self) -> None:
+        """All rows of the item x one B panel: full tiles, then the tail."""
+        k, tile = self.k, self.tile
+        number = self.t * self.K + self.col
+        self.panel = self.b_panels.acquire(number)
+        if self.overlap:
+            self._pack_next(number)
+        self.masks = self.epilogue.masks_of(self.col)
+        with k.loop(self.n0, self.full_end, tile.mr) as row:
+            self._multiply_tile(row, tile)
+        for tail in self.tails:
+            with k.when((self.n1 - self.full_end).equals(tail)) if len(set(self.heights)) > 1 else nullcontext():
+                self._multiply_tile(self.full_end, Tile(tail, tile.vectors))
+        if self.overlap:
+            self.b_panels.commit()
 
-                def multiply(row, small: Tile, panel=panel, col=col, masks=masks) -> None:
-                    """The micro-kernel and epilogue of the tile `small` (of at most MR rows) at row `row`."""
-                    base = packed_a.tile(row - n0)
+    def _pack_next(self, number) -> None:
+        """Begin to pack the panel that follows panel `number`: in this chunk, in the next chunk, or the next item's first."""
+        k, t, col = self.k, self.t, self.col
+        more_panels, more_chunks = col + self.nr < self.k1, t + self.chunk < self.tokens
+        _, next_n = block_of_item(self.item + 1, self.config, self.m_blocks, self.n_blocks)
+        next_id = k.select(more_chunks, (t + self.chunk) * self.K + self.k0, next_n * self.config.nc)
+        next_id = k.select(more_panels, number + self.nr, next_id)
+        exists = more_panels | more_chunks | (self.item + 1 < self.m_blocks * self.n_blocks)
+        self.b_panels.pack_next(next_id, exists, (self.n1 - self.n0) // self.tile.mr * self.calls)
 
-                    def load_a(r: int, u) -> Value:
-                        type_ = "i32" if pair else "float"
-                        p = base.bytes(u * (tile.mr * 4) + 4 * r)  # a unit has MR words of 4 bytes
-                        return k.splat(k.op(type_, f"load {type_}, ptr {p.ref}, align 4"))
+    def _multiply_tile(self, row, tile: Tile) -> None:
+        """The micro-kernel and the epilogue of a tile (at most MR rows) at row `row` of dweight and the panel's columns."""
+        k = self.k
+        packed_tile = self.packed_a.tile(row - self.n0)
 
-                    def prefetch_c(r) -> None:
-                        if not prefetch:
-                            return
-                        target = dweight.at((row + r) * K + col)
-                        with k.when(adds) if nontemporal else nullcontext():
-                            prefetch_row(k, target, nr, write=True)
+        def load_a(r: int, u) -> Value:
+            type_ = "i32" if self.vnni else "float"
+            p = packed_tile.bytes(u * (self.tile.mr * 4) + 4 * r)  # a unit has MR words of 4 bytes
+            return k.splat(k.op(type_, f"load {type_}, ptr {p.ref}, align 4"))
 
-                    def pack_step() -> None:
-                        b_panels.step()
-                        packed_a.step()
+        overlapped = {"prefetch": partial(self._prefetch_c, row), "overlap": self._pack_step} if self.overlap else {}
+        sums = microkernel(k, tile, load_a, self.panel, self.k_units, self.vnni, **overlapped)
+        for add, branch in ((True, k.when), (False, k.otherwise)):
+            with branch(self.adds):
+                for r, values in enumerate(sums):
+                    self.epilogue.store_row(add, row + r, self.col, values, self.masks)
 
-                    overlapped = {"prefetch": prefetch_c, "overlap": pack_step} if overlap else {}
-                    sums = microkernel(k, small, load_a, panel, k_units, pair, **overlapped)
-                    for add, branch in ((True, k.when), (False, k.otherwise)):
-                        with branch(adds):
-                            for r, values in enumerate(sums):
-                                store_row(add, row + r, col, values, masks)
+    def _prefetch_c(self, row, r) -> None:
+        """Prefetch the lines of row `row` + r of dweight that the epilogue touches; not those that it stores non-temporally."""
+        if self.config.overlap != "prefetch":
+            return
+        target = self.epilogue.dweight.at((row + r) * self.K + self.col)
+        with self.k.when(self.adds) if self.epilogue.nontemporal else nullcontext():
+            prefetch_row(self.k, target, self.nr, write=True)
 
-                with k.loop(n0, full_end, tile.mr) as row:
-                    multiply(row, tile)
-                for tail in tails:
-                    with k.when((n1 - full_end).equals(tail)) if len(set(heights)) > 1 else nullcontext():
-                        multiply(full_end, Tile(tail, tile.vectors))
-                if overlap:
-                    b_panels.commit()
+    def _pack_step(self) -> None:
+        """What a micro-kernel overlaps: a piece of the next B panel, and of the next group of A's tiles."""
+        self.b_panels.step()
+        self.packed_a.step()
 
 
 def wgrad_scratch_bytes(isa: ISA, dtype: str, tokens: int, config: GemmConfig) -> int:
     """Scratch bytes of a thread. `tokens`: the largest number of a run."""
     if amx.uses_tiles(isa, dtype):
-        return gradient_tiles.thread_scratch_bytes(isa, dtype, tokens, config)
+        return weight_gradient_amx.thread_scratch_bytes(isa, dtype, tokens, config)
     chunk = token_chunk(isa)
     left = packing.panel_bytes(isa, dtype, min(tokens, chunk), round_up(round_up(config.mc, config.tile.mr), isa.lanes))
     return 2 * packing.panel_bytes(isa, dtype, chunk, config.tile.nr(isa)) + left

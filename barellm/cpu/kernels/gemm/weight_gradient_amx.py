@@ -12,13 +12,14 @@ from barellm.cpu.kernels.gemm import amx, microkernel, packing
 from barellm.program.integers import ceil_div, round_up
 
 
-def multiply(
+def weight_gradient_amx(
     k, dy, x, tokens, *, N: int, K: int, dy_row: int, x_row: int, config: GemmConfig,
     store: Callable[[Value, Value, Value, Value, Pointer], None],
 ) -> None:  # fmt: skip
-    """dy.T @ x for each chunk of tokens, of dy (tokens, N) and x (tokens, K) with row strides `dy_row` and `x_row` in elements. The
-    epilogue `store(t, row, count, col, sums)` gets the sums (count, amx.NR) of rows `row`... and columns `col`... of the result, of
-    the chunk of tokens that starts at t; chunks come in order."""
+    """dweight = dy.T @ x for each chunk of tokens, of dy (tokens, N) and x (tokens, K) bf16, row strides `dy_row` and `x_row`
+    elements. The epilogue `store(t, row, count, col, sums)` gets the accumulators `sums` [count][NR] fp32 of rows from `row` on and
+    columns from `col` on, of the chunk of tokens that starts at t; chunks come in order. Scratch: two B panels (KC, NR), the
+    accumulators of an item's rows, A packed by amx.pack_a."""
     mc, nc, nr, mr, chunk = config.mc, config.nc, amx.NR, amx.MR, token_chunk(k.isa)
     nbytes = packing.panel_bytes(k.isa, dy.dtype, amx.KC, nr)
     scratch = k.thread_scratch("i32")
@@ -67,7 +68,7 @@ def multiply(
                     sums = sums_at.at(k.select(several, (row - n0) * nr, 0))
                     at = ((row - n0) // amx.SIDE) * below + ((p - t) // amx.TILE_K) * amx.TILE_BYTES
                     left = amx.TileA(a_at.bytes(at), amx.LINE, amx.TILE_BYTES, below)
-                    amx.multiply(k, sums, panel, [(left, steps)], begun=p > t, overlap=lambda step: b_panels.step())
+                    amx.microkernel(k, sums, panel, [(left, steps)], begun=p > t, overlap=lambda step: b_panels.step())
                     with k.when(is_last_k):
                         store(t, row, k.min(n1 - row, mr), col, sums)
                 b_panels.commit()
