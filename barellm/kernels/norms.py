@@ -38,7 +38,7 @@ def rmsnorm(x: Array, weight: Array | None = None, *, eps: float = 1e-5, out: Ar
     Shapes: x (..., C), weight (C,) or none -> (..., C).
     Formula: y = x / sqrt(mean(x^2) + eps) weight.
     Dtypes: float32 or bfloat16 each; the result has that of x. Statistics are fp32.
-    Source: `barellm/cpu/kernels/norm/rmsnorm.py`.
+    Source: `barellm/cpu/kernels/norm/layernorm.py`.
 
         y = kernels.rmsnorm(x, weight)"""
     eps = number("rmsnorm", "eps", eps, least=0.0)

@@ -69,6 +69,15 @@ def blocks(k, C: int, width: int) -> Iterator[tuple[Any, int]]:
         yield C // width, C % width
 
 
+def steps(k, begin, end, step: int = 1, *, unrolled: bool) -> Iterator[Any]:
+    """`for i in steps(...)`: begin, begin + step, ... below end; with `unrolled` as Python integers, and no loop is emitted."""
+    if unrolled:
+        yield from range(begin, end, step)
+    else:
+        with k.loop(begin, end, step) as i:
+            yield i
+
+
 def pieces(k, n: int, step: int) -> Iterator[tuple[Any, int]]:
     """`for first, size in pieces(...)`: [0, n) in pieces of `step`, then the shorter rest. The body is emitted for each kind that
     exists: `first` is a Value in the loop, and an integer in the rest."""

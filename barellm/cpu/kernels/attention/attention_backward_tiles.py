@@ -13,13 +13,14 @@ from typing import Any
 from barellm.cpu.kernel import ISA, Value
 from barellm.cpu.kernels.attention import attention_amx, attention_mask
 from barellm.cpu.kernels.attention import attention_microkernels as micro
+from barellm.program.integers import round_up
 
 
 def scratch_units(g, rate: float, length: int, *, shared: bool, bounded: bool, capped: bool) -> dict[str, int]:
     """Sizes of the scratch blocks of a BackwardHead, in 32-bit units. Accumulators (fp32): "dq" of `length` queries, "dk" and "dv"
     [key][g.padded_D] of a block of keys, or of `length` keys for grouped queries (`shared`). `rate` of dropout; `bounded`: windows
     or documents; `capped`: softcap."""
-    kv_length = round_up_to(length, micro.KEY_BLOCK) if shared else micro.KEY_BLOCK
+    kv_length = round_up(length, micro.KEY_BLOCK) if shared else micro.KEY_BLOCK
     return {
         "rows": g.rows_units(g.queries),
         "q_transposed": g.transposed_units,
@@ -42,10 +43,6 @@ def scratch_units(g, rate: float, length: int, *, shared: bool, bounded: bool, c
         "first_keys": g.queries if bounded else 0,
         **({"slope_tile": g.rows * g.queries} if capped else {}),
     }
-
-
-def round_up_to(n: int, step: int) -> int:
-    return -(-n // step) * step
 
 
 @contextmanager

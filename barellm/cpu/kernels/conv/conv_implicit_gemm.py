@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from barellm.cpu.gemm_config import Tile, tiles
 from barellm.cpu.kernel import ISA
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colTiles, Images, tiles_nbytes
-from barellm.cpu.kernels.gemm.microkernel import broadcast_a, microkernel
+from barellm.cpu.kernels.gemm.microkernel import broadcast_a, microkernel, row_tiles
 from barellm.cpu.kernels.loops import accumulate, accumulate_scalar
 from barellm.program.integers import ceil_div, round_up
 
@@ -154,11 +154,8 @@ class ImplicitGemm:
             full = k.min(last, rows - tail) if tail else last
             with k.loop(0, self.pixels, self.tile_n) as j:
                 self.im2col.gather(self.column, self.num_channels, j, self.pixels, tile.vectors)
-                with k.loop(first, full, tile.mr) as row:
-                    self._micro_kernel(row, j, tile)
-                if tail:
-                    with k.when(last > rows - tail):
-                        self._micro_kernel(k.int(rows - tail), j, Tile(tail, tile.vectors))
+                for row, row_tile in row_tiles(k, first, full, last, rows, tile):
+                    self._micro_kernel(row, j, row_tile)
 
     def _micro_kernel(self, row, j, tile: Tile) -> None:
         """The tile of tile.mr output channels from `row` on x tile_n pixels from pixel j on: a (tile.mr, depth) @ column (depth,

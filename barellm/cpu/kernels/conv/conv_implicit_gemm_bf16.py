@@ -232,14 +232,10 @@ class ImplicitGemm:
             amx.microkernel_column(k, dst, count, lambda s: panel.bytes(shift(s)), filters, steps, begun=add_previous)
             return
         with microkernel.accumulators(k, tile, dst, self.tile_n, add_previous) as acc, k.loop(0, steps) as s:
-            left = panel.bytes(shift(s))
+            load_positions = microkernel.broadcast_packed(k, panel.bytes(shift(s)), 4, pitch)
             right = filters.bytes(s * (4 * self.blocking.pairs * self.tile_n))
-
-            def pair(r: int, u, left=left) -> Value:
-                return k.splat(k.op("i32", f"load i32, ptr {left.bytes(u * 4 + r * pitch).ref}, align 4"))
-
             with k.loop(0, self.blocking.pairs) as u:
-                microkernel.rank1_update(k, acc, pair, right, u, True)
+                microkernel.rank1_update(k, acc, load_positions, right, u, True)
 
     def _store(self, n, sums, column) -> None:
         """The epilogue of image n and the column block from `column` on, whose sums [position][tile_n] are transposed: out is

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, reflect_index
+from barellm.cpu.kernels.loops import steps
 from barellm.program.integers import round_up
 
 UNROLLED = 16  # vectors of a line that are copied without a loop
@@ -160,12 +161,8 @@ class PolyphaseBuffer:
         column = (low + first) * stride + phase
         self.clear(dst, 0, low)
         vectors = (high - low) // k.lanes
-        if vectors <= UNROLLED:
-            for v in range(vectors):
-                dst.store_raw(self._vector(source, column + v * k.lanes * stride, k.lanes), low + v * k.lanes)
-        else:
-            with k.loop(0, vectors * k.lanes, k.lanes) as v:
-                dst.store_raw(self._vector(source, v * stride + column, k.lanes), v + low)
+        for v in steps(k, 0, vectors * k.lanes, k.lanes, unrolled=vectors <= UNROLLED):
+            dst.store_raw(self._vector(source, v * stride + column, k.lanes), v + low)
         end = low + vectors * k.lanes
         if end < high:
             dst.store_raw(self._vector(source, column + vectors * k.lanes * stride, high - end), end)
@@ -180,13 +177,10 @@ class PolyphaseBuffer:
                 k.line(f"store {bits.typed}, ptr {dst.at(v).ref}, align 2")
 
     def clear(self, dst, begin: int, end: int) -> None:
-        k = self.k
-        if end - begin <= UNROLLED * k.lanes:
-            for v in range(begin, end, k.lanes):
-                dst.store_raw(0, v)
-        else:
-            with k.loop(begin, end, k.lanes) as v:
-                dst.store_raw(0, v)
+        """Zero the elements [begin, end) of dst, in whole vectors."""
+        lanes = self.k.lanes
+        for v in steps(self.k, begin, end, lanes, unrolled=end - begin <= UNROLLED * lanes):
+            dst.store_raw(0, v)
 
     def _vector(self, source, column, count: int) -> Value:
         """A vector of `count` pixels (i16), every stride-th from input column `column` on; zeros behind them. Strides of 2 and 4:

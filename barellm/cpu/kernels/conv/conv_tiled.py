@@ -25,7 +25,7 @@ from barellm.cpu.gemm_config import Tile, tiles
 from barellm.cpu.kernel import ISA, Lowering, Value, part
 from barellm.cpu.kernels.conv import conv_wgrad
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Im2colPanel, Images, panel_nbytes, panel_pitch
-from barellm.cpu.kernels.gemm.microkernel import broadcast_a, microkernel
+from barellm.cpu.kernels.gemm.microkernel import broadcast_a, microkernel, row_tiles
 from barellm.program.integers import ceil_div, round_up
 
 KC = 128  # channels of a K block: with a block of tiles it takes a quarter of L1
@@ -159,22 +159,15 @@ def batched_gemm(
             depth = k.min(C - c, KC)
             right = v.at((((begin + block) * groups + group) * positions + position) * (C * tile_n) + c * tile_n)
 
-            def multiply(row, tile: Tile, c=c, depth=depth, right=right, position=position, block=block) -> None:
+            full = k.min(row1, rows - rows % conv.tile.mr)
+            for row, tile in row_tiles(k, row0, full, row1, rows, conv.tile):
                 left = u.at(position * size + (group * rows + row) * C + c)
                 dst = products.at(((position * conv.filters) + (row - row0)) * width + block * tile_n)
                 load_a, _ = broadcast_a(k, left, list(range(tile.mr)), False, depth=C, stride=C)
                 for r, sums in enumerate(microkernel(k, tile, load_a, right, depth, False)):
-                    for v, value in enumerate(sums):
-                        at = r * width + v * k.lanes
+                    for lane, value in zip(range(0, tile_n, k.lanes), sums, strict=True):
+                        at = r * width + lane
                         dst.store(value + k.select(c > 0, dst.load(at), 0.0) if C > KC else value + 0.0, at)
-
-            tail = rows % conv.tile.mr  # rows of the last, partial tile
-            full = k.min(row1, rows - tail)
-            with k.loop(row0, full, conv.tile.mr) as row:
-                multiply(row, conv.tile)
-            if tail:
-                with k.when(row1 > rows - tail):
-                    multiply(k.int(rows - tail), Tile(tail, conv.tile.vectors))
         with k.loop(0, num_blocks * tile_n, k.lanes) as t:
             tile = (first + begin) * tile_n + t
             num_tiles = k.max(k.min(total - tile, k.lanes), 0)

@@ -11,7 +11,7 @@ time."""
 from dataclasses import dataclass
 
 from barellm.cpu.gemm_config import Tile
-from barellm.cpu.kernel import ISA, Pointer, Value
+from barellm.cpu.kernel import ISA, Pointer
 from barellm.cpu.kernels.conv import conv_polyphase, im2col
 from barellm.cpu.kernels.gemm import amx, microkernel
 from barellm.cpu.kernels.loops import accumulate
@@ -172,13 +172,9 @@ class WeightGradient:
             amx.store_accumulators(k, dst, row=4 * self.tile_n)
             return
         with microkernel.accumulators(k, tile, dst, self.tile_n, add_previous) as acc, k.loop(0, num_images) as n:
-            src, right = left.bytes(n * left_bytes), panel.bytes(n * panel_bytes)
-
-            def pair(r: int, u, src=src) -> Value:
-                return k.splat(k.op("i32", f"load i32, ptr {src.bytes(u * 4 + r * row).ref}, align 4"))
-
+            load_dy, right = microkernel.broadcast_packed(k, left.bytes(n * left_bytes), 4, row), panel.bytes(n * panel_bytes)
             with k.loop(0, steps) as u:
-                microkernel.rank1_update(k, acc, pair, right, u, True)
+                microkernel.rank1_update(k, acc, load_dy, right, u, True)
 
     def _store(self) -> None:
         """The epilogue: the sums of a row, [tap][column], are transposed to dw's layout, [column][tap]."""

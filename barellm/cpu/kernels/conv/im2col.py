@@ -10,10 +10,10 @@ The depth is (channel, filter row, filter column)."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 from barellm.cpu.kernel import ISA, Value
+from barellm.cpu.kernels.loops import steps
 from barellm.program.integers import ceil_div, round_up
 
 UNROLLED_LINE = 16  # vectors of a line that is copied without loops
@@ -310,7 +310,6 @@ class Im2colPanel(OutputLines):
 
     def _copy(self, line, s: int, dst) -> None:
         """Copy what filter column s multiplies of a line to the row `dst` of the matrix."""
-        k, unrolled = self.k, self.columns <= UNROLLED_COPY * self.k.lanes
-        for q in range(0, self.columns, k.lanes) if unrolled else [0]:
-            with nullcontext(q) if unrolled else k.loop(0, self.columns, k.lanes) as first:
-                dst.store(self.lines.tap(line, s, first), line * self.columns + first)
+        lanes = self.k.lanes
+        for first in steps(self.k, 0, self.columns, lanes, unrolled=self.columns <= UNROLLED_COPY * lanes):
+            dst.store(self.lines.tap(line, s, first), line * self.columns + first)

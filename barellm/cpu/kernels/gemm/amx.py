@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from barellm.cpu.kernel import ISA, Pointer, Value
+from barellm.cpu.kernels import loops
 from barellm.cpu.lang.vector import transpose
 from barellm.program.integers import ceil_div, round_up
 
@@ -130,13 +131,11 @@ def _init_accumulators(k, begun, load: Callable[[], None]) -> None:
 def accumulate_steps(k, left: TileA, panel, steps, *, row: int = 4 * NR, overlap: Callable[[Value], None] | None = None) -> None:
     """The accumulators (tile registers 0 to 3) += A @ panel over `steps` of TILE_K; unrolled where that is a Python integer.
     `left`: A, two tiles a step; `panel`: VNNI pairs [pair][..], rows `row` bytes apart. `overlap(step)` is called in each step."""
-    unrolled = isinstance(steps, int)
-    with nullcontext(0) if unrolled else k.loop(0, steps) as s:
-        for u in range(steps) if unrolled else [s]:
-            here = replace(left, pointer=left.pointer.bytes(u * left.step))
-            _outer_product_step(k, here, panel.bytes(u * (SIDE * row)), row)
-            if overlap is not None:
-                overlap(u)
+    for u in loops.steps(k, 0, steps, unrolled=isinstance(steps, int)):
+        here = replace(left, pointer=left.pointer.bytes(u * left.step))
+        _outer_product_step(k, here, panel.bytes(u * (SIDE * row)), row)
+        if overlap is not None:
+            overlap(u)
 
 
 def store_accumulators(k, out, *, row: int) -> None:

@@ -16,6 +16,7 @@ from barellm.cpu.gemm_config import GemmConfig, Tile, default_kc, packed_itemsiz
 from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.kernels.gemm import amx, epilogue, gemm_mainloop, packing
 from barellm.cpu.kernels.gemm.microkernel import broadcast_a, microkernel
+from barellm.cpu.kernels.loops import steps
 from barellm.cpu.kernels.pointwise.activations import emitter_of
 from barellm.program.ops.pointwise.elementwise import SLOPES
 
@@ -140,17 +141,9 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
 
     def _epilogue_of_row(self, row, r) -> None:
         """The epilogue of row `row` + r, whose NR accumulators are in memory (`_accumulator_row`)."""
-        k = self.k
-
-        def put(v) -> None:
-            self.epilogue.put(row + r, v, self._accumulator_row(row, r).load(v * k.lanes))
-
-        if self.deferred_epilogue:  # all of a row at once need more registers than the next tile leaves
-            with k.loop(0, self.tile.vectors) as v:
-                put(v)
-        else:
-            for v in range(self.tile.vectors):
-                put(v)
+        # Deferred: all of a row at once would need more registers than the next tile leaves.
+        for v in steps(self.k, 0, self.tile.vectors, unrolled=not self.deferred_epilogue):
+            self.epilogue.put(row + r, v, self._accumulator_row(row, r).load(v * self.k.lanes))
 
 
 class AmxGemm(gemm_mainloop.GemmMainloop):

@@ -119,11 +119,32 @@ def broadcast_a(k, a, rows, vnni: bool, *, depth: int, stride: int) -> tuple[Bro
     return load_pair, load_last if depth % 2 else None
 
 
+def broadcast_packed(k, packed, unit_bytes: int, row_bytes: int, vnni: bool = True) -> BroadcastA:
+    """Loads of packed A for `microkernel`: unit u of row r, a word of 4 bytes (fp32, or a VNNI pair), is u * unit_bytes + r *
+    row_bytes bytes from `packed` on."""
+    word = "i32" if vnni else "float"
+
+    def load_unit(r: int, u) -> Value:
+        return k.splat(k.op(word, f"load {word}, ptr {packed.bytes(u * unit_bytes + r * row_bytes).ref}, align 4"))
+
+    return load_unit
+
+
 def block_of_item(item, config: GemmConfig, row_blocks, column_blocks) -> tuple[Value, Value]:
     """(row block, column block) of a work item. Order "rows": consecutive items share a row block."""
     if config.order == "rows":
         return item // column_blocks, item % column_blocks
     return item % row_blocks, item // row_blocks
+
+
+def row_tiles(k, begin, full_end, end, rows: int, tile: Tile) -> Iterator[tuple[Value, Tile]]:
+    """`for row, tile in row_tiles(...)`: the tiles of a block of rows [begin, end) of a matrix of `rows` rows: full ones to
+    `full_end`, and where the block has the matrix's last, partial tile, that."""
+    with k.loop(begin, full_end, tile.mr) as row:
+        yield row, tile
+    if tail := rows % tile.mr:
+        with k.when(end > rows - tail):
+            yield k.int(rows - tail), Tile(tail, tile.vectors)
 
 
 def prefetch_row(k, p, count: int, *, write: bool) -> None:

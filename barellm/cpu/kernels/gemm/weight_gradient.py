@@ -18,7 +18,14 @@ from typing import Any
 from barellm.cpu.gemm_config import GemmConfig, Tile, token_chunk
 from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.kernels.gemm import amx, packing, weight_gradient_amx
-from barellm.cpu.kernels.gemm.microkernel import add_previous_sums, block_of_item, microkernel, overlap_calls, prefetch_row
+from barellm.cpu.kernels.gemm.microkernel import (
+    add_previous_sums,
+    block_of_item,
+    broadcast_packed,
+    microkernel,
+    overlap_calls,
+    prefetch_row,
+)
 from barellm.cpu.kernels.optim.squares import BlockSum, block_number
 from barellm.program.integers import ceil_div, round_up
 
@@ -178,13 +185,7 @@ class WeightGradient:
     def _multiply_tile(self, row, tile: Tile) -> None:
         """The micro-kernel and the epilogue of a tile (at most MR rows) at row `row` of dweight and the panel's columns."""
         k = self.k
-        packed_tile = self.packed_a.tile(row - self.n0)
-
-        def load_a(r: int, u) -> Value:
-            type_ = "i32" if self.vnni else "float"
-            p = packed_tile.bytes(u * (self.tile.mr * 4) + 4 * r)  # a unit has MR words of 4 bytes
-            return k.splat(k.op(type_, f"load {type_}, ptr {p.ref}, align 4"))
-
+        load_a = broadcast_packed(k, self.packed_a.tile(row - self.n0), 4 * self.tile.mr, 4, self.vnni)
         overlapped = {"prefetch": partial(self._prefetch_c, row), "overlap": self._pack_step} if self.overlap else {}
         sums = microkernel(k, tile, load_a, self.panel, self.k_units, self.vnni, **overlapped)
         for add, branch in ((True, k.when), (False, k.otherwise)):

@@ -11,7 +11,8 @@ from barellm.cpu.kernels import loops
 from barellm.cpu.kernels.reductions import chunks_of_rows, column_sums, lower_column_sums
 from barellm.program.ops.norm.rmsnorm import heads_of
 
-CHAINS = 4
+CHAINS = 4  # independent accumulation chains of a sum
+STEP_REGISTERS = 12  # accumulators and what a step needs, beside a row that stays in registers
 
 
 Factors = Callable[[Any, Value | None, int], tuple[Value, Value]]
@@ -39,41 +40,53 @@ def head_constants(op: Op) -> dict[str, Any]:
     return {"C": int(like.shape[-1]), **loops.shape_of(like)}
 
 
+@kernel("head_rmsnorm", constants=lambda op: {"eps": op.eps, **head_constants(op)})
+@kernel("rmsnorm", constants=lambda op: {"eps": op.eps, **row_constants(op)})
 @kernel("layernorm", constants=lambda op: {"eps": op.eps, **row_constants(op)})
 def layernorm(k, y, mean, rstd, x, weight, bias, *, C, eps, dims, inner) -> None:
-    """y = (x - mean) rstd weight + bias, with the mean and the rstd = 1 / sqrt(variance + eps) of each row. Memory is read once:
-    the row stays in registers, or in the L1 if it is long. Sums are shifted by the row's first element (shifted-data algorithm):
-    E[x^2] - E[x]^2 loses all digits when |mean| is 3000 times the deviation, the shifted form never does."""
-    in_registers = k.lanes * (k.isa.registers - 12) >= C  # 12: accumulators and what a step needs
+    """The kernel of both norms, for each row of x (rows, C). LayerNorm: y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance
+    + eps); with `mean` None RMSNorm: y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + eps). Writes mean, rstd (rows) fp32; weight,
+    bias (C), None: 1 and 0. Memory is read once: the row stays in registers, or in the L1 if it is long. LayerNorm's sums are
+    shifted by the row's first element (shifted-data algorithm): E[x^2] - E[x]^2 loses all digits when |mean| is 3000 times the
+    deviation."""
+    in_registers = k.lanes * (k.isa.registers - STEP_REGISTERS) >= C
     rows = k.num_elements(dims) * inner
     nontemporal = loops.exceeds_caches(k, rows, C, y)
     with k.parallel_range(rows, loops.row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         src, dst = x.at(row * C), y.at(row * C)
-        first = src.get(0)
-        shift = k.splat(first)
+        first = None if mean is None else src.get(0)
+        shift = None if first is None else k.splat(first)
         cached: dict[int, Value] = {}
 
-        def shifted(c, mask):
-            v = src.load(c, mask) - shift
-            return v if mask is None else k.select(mask, v, 0.0)
+        def shifted(c, mask) -> Value:
+            """x minus the row's first element, at column c; zero in masked lanes."""
+            v = src.load(c, mask)
+            v = v if shift is None else v - shift
+            return v if mask is None or shift is None else k.select(mask, v, 0.0)
 
-        def square_factors(c, mask, j):
+        def square_factors(c, mask, _) -> tuple[Value, Value]:
             v = shifted(c, mask)
             if in_registers:
                 cached[c] = v
             return v, v
 
-        square, total = row_sums(k, C, square_factors, unrolled=in_registers)
-        offset = total * (1.0 / C)
-        variance = k.max(0.0, square * (1.0 / C) - offset * offset)
+        square, *sums = row_sums(k, C, square_factors, unrolled=in_registers, of_u=first is not None)
+        if first is not None:
+            offset = sums[0] * (1.0 / C)
+            variance = k.max(0.0, square * (1.0 / C) - offset * offset)
+        else:
+            offset, variance = None, square * (1.0 / C)
         inverse = 1.0 / k.sqrt(variance + eps)
-        mean.put(first + offset, row)
+        if offset is not None:
+            mean.put(first + offset, row)
         rstd.put(inverse, row)
-        centre, scale = k.splat(offset), k.splat(inverse)
+        centre = None if offset is None else k.splat(offset)
+        scale = k.splat(inverse)
         for c, mask, put in loops.write_row(k, dst, C, nontemporal=nontemporal, unrolled=in_registers):
-            n = ((cached[c] if in_registers else shifted(c, mask)) - centre) * scale
-            w = weight.load(c, mask)
-            put(n * w if bias is None else k.fma(n, w, bias.load(c, mask)))
+            n = cached[c] if in_registers else shifted(c, mask)
+            n = (n if centre is None else n - centre) * scale
+            w = None if weight is None else weight.load(c, mask)
+            put(n if w is None else n * w if bias is None else k.fma(n, w, bias.load(c, mask)))
 
 
 class Normalised:

@@ -1,7 +1,10 @@
 """Dropout and its gradient. Shapes: x, y, dx, dy (batch, seq, C). The bits are those of
 `program/ops/pointwise/random.py`, or the draws of `program/ops/pointwise/tausworthe.py`."""
 
-from barellm.cpu.kernel import Lowering, Op, batch_and_seq, lowering
+from collections.abc import Iterator
+from typing import Any
+
+from barellm.cpu.kernel import Lowering, Op, Pointer, Value, batch_and_seq, lowering
 from barellm.cpu.kernels.loops import accumulate, blocks, row_grain
 from barellm.cpu.lang import random
 from barellm.cpu.lang.tausworthe import Streams
@@ -9,15 +12,28 @@ from barellm.program.ops.pointwise.random import HALF
 from barellm.program.ops.pointwise.tausworthe import BLOCK
 
 
-def dropout(k, out, x, stream, *, batch, seq, C: int, rate: float, mode: str) -> None:
-    """out = x * keep / (1 - rate), stored or added (`mode`). The bits come from (seed, step, sample, stream, position, column), so
-    that they don't depend on threads or batch size."""
+def keyed_rows(k, out, x, stream, batch, seq, C: int) -> Iterator[tuple[Pointer, Pointer, Any, Value]]:
+    """`for dst, src, key, position in ...`: each row of out and x (batch, seq, C), in parallel, with its generator's key, which
+    follows from (seed, step, sample, stream), and its position. So the bits do not depend on threads or on the batch size."""
     seq, (seed, step, sample) = k.size(seq), map(k.scalar, ("seed", "step", "sample"))
     with k.parallel_range(k.size(batch) * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         key = random.sample_key(k, seed, step, sample + row // seq, stream)
         position = row % seq
-        dst, src = out.at(row * C), x.at(row * C)
+        yield out.at(row * C), x.at(row * C), key, position
 
+
+def store_dropped(k, dst, src, column, left: int, word, rate: float, mode: str) -> None:
+    """dst[column ...] = src * keep / (1 - rate), stored or added (`mode`), of one vector, of which `left` elements exist; `word`:
+    its random i32 lanes."""
+    mask = None if left >= k.lanes else k.mask_first(left)
+    y = src.load(column, mask) * random.keep(k, word, rate)
+    dst.store(accumulate(k, dst, column, mask, y, mode), column, mask)
+
+
+def dropout(k, out, x, stream, *, batch, seq, C: int, rate: float, mode: str) -> None:
+    """The kernel: out (batch, seq, C) = x * keep / (1 - rate), stored or added (`mode`), by the threefry words of (seed, step,
+    sample, `stream`, position, column)."""
+    for dst, src, key, position in keyed_rows(k, out, x, stream, batch, seq, C):
         for block, columns in blocks(k, C, 2 * HALF):
             for part, offset in random.column_blocks(k.lanes):
                 if offset >= columns:
@@ -25,23 +41,15 @@ def dropout(k, out, x, stream, *, batch, seq, C: int, rate: float, mode: str) ->
                 # Two vectors, HALF columns apart, share call number `part` of the generator; the first is at `offset` in the block.
                 for half, word in enumerate(random.words(k, key, position, block, part)):
                     left = columns - offset - half * HALF
-                    if left <= 0:
-                        continue
-                    mask = None if left >= k.lanes else k.mask_first(left)
-                    c = k.int(block) * (2 * HALF) + offset + half * HALF
-                    y = src.load(c, mask) * random.keep(k, word, rate)
-                    dst.store(accumulate(k, dst, c, mask, y, mode), c, mask)
+                    if left > 0:
+                        column = k.int(block) * (2 * HALF) + offset + half * HALF
+                        store_dropped(k, dst, src, column, left, word, rate, mode)
 
 
 def tausworthe_dropout(k, out, x, stream, *, batch, seq, C: int, rate: float, bits: str, mode: str) -> None:
-    """`dropout` with the draws of a Tausworthe generator, whose streams begin at each block of columns of a row; `bits`: the
-    generator's kind."""
-    seq, (seed, step, sample) = k.size(seq), map(k.scalar, ("seed", "step", "sample"))
-    with k.parallel_range(k.size(batch) * seq, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
-        key = random.sample_key(k, seed, step, sample + row // seq, stream)
-        position = row % seq
-        dst, src = out.at(row * C), x.at(row * C)
-
+    """The kernel: `dropout` with the draws of a Tausworthe generator, whose streams begin at each block of columns of a row;
+    `bits`: the generator's kind."""
+    for dst, src, key, position in keyed_rows(k, out, x, stream, batch, seq, C):
         for number, columns in blocks(k, C, BLOCK):
             streams = Streams(k, bits, key, position, number)
             first = k.int(number) * BLOCK
@@ -50,10 +58,7 @@ def tausworthe_dropout(k, out, x, stream, *, batch, seq, C: int, rate: float, bi
                 for part, word in enumerate(streams.draw()):
                     left = size - part * k.lanes
                     if left > 0:
-                        mask = None if left >= k.lanes else k.mask_first(left)
-                        column = c + part * k.lanes
-                        y = src.load(column, mask) * random.keep(k, word, rate)
-                        dst.store(accumulate(k, dst, column, mask, y, mode), column, mask)
+                        store_dropped(k, dst, src, c + part * k.lanes, left, word, rate, mode)
 
 
 @lowering("dropout", "tausworthe_dropout", starts="y")

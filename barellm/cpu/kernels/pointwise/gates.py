@@ -2,6 +2,8 @@
 weight (N, K); z, dz (rows, N) fp32, the gates' logits; base, y, dy, dx (rows, C), in N groups of D = C / N columns. `factor` (1): a
 learned number, or None. (dims, inner): sizes whose product is the number of rows; (batch, seq): the same as two axes."""
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import cycle
 from operator import add
 from typing import Any
@@ -61,21 +63,13 @@ def gate_logits_backward(
                 src, d = (x, extra)[i], (dx, dextra)[i].at(row * dstrides[i])
                 value, total, w = src.at(row * strides[i]).load(c, mask), k.var_vec(0.0), starts[i] + c
 
-                def add_gate(n, v=v, value=value, total=total, w=w, mask=mask) -> None:
-                    """Add gate n's part of dx, and of its row of dweight, for vector v of a row."""
+                for n in loops.steps(k, 0, N, unrolled=in_registers):  # gate n's part of dx, and of its row of dweight
                     gate_dz = k.splat(dz_row.get(n))
                     total.value = k.fma(gate_dz, weight.load(n * K + w, mask), total.value)
                     if in_registers:
                         acc[n, v].value = k.fma(gate_dz, value, acc[n, v].value)
                     else:
                         dst.store(k.fma(gate_dz, value, dst.load(n * K + w, mask)), n * K + w, mask)
-
-                if in_registers:
-                    for n in range(N):
-                        add_gate(n)
-                else:
-                    with k.loop(0, N) as n:
-                        add_gate(n)
                 d.store(loops.accumulate(k, d, c, mask, total.value, modes[i]), c, mask)
         for (n, v), sums in acc.items():
             i, c, mask = vectors[v]
@@ -138,29 +132,26 @@ def gated(k, y, base, x, z, factor, *, batch, seq, C, N, strides, scale, squash,
         dst, base_row = y.at(row * C), None if base is None else base.at(row * stride["base"])
         source = x.at((row - shift) * stride["x"])
 
-        def write_group(n, *, has_source: bool) -> None:
-            """Write the columns of group n of this row; without a source (the first `shift` positions) y = base, or zero."""
-            gate = k.splat(gates.get(n))
-            for c, mask, put in loops.write_row(k, dst.at(n * D), D, nontemporal=nontemporal):
-                column = n * D + c
-                value = k.to(0.0, k.vec) if base_row is None else base_row.load(column, mask)
-                if has_source:
-                    gated_x = source.load(column, mask)
-                    value = gated_x * gate if base_row is None else k.fma(gated_x, gate, value)
-                put(loops.accumulate(k, dst, column, mask, value, mode_y))
+        for has_source in source_branches(k, row % T < shift if shift else None):
+            with k.loop(0, N) as n:  # the columns of group n
+                gate = k.splat(gates.get(n))
+                for c, mask, put in loops.write_row(k, dst.at(n * D), D, nontemporal=nontemporal):
+                    column = n * D + c
+                    value = k.to(0.0, k.vec) if base_row is None else base_row.load(column, mask)
+                    if has_source:
+                        gated_x = source.load(column, mask)
+                        value = gated_x * gate if base_row is None else k.fma(gated_x, gate, value)
+                    put(loops.accumulate(k, dst, column, mask, value, mode_y))
 
-        def write_groups(*, has_source: bool) -> None:
-            with k.loop(0, N) as n:
-                write_group(n, has_source=has_source)
 
-        if not shift:
-            write_groups(has_source=True)
-        else:
-            first = row % T < shift
-            with k.when(first):
-                write_groups(has_source=False)
-            with k.otherwise(first):
-                write_groups(has_source=True)
+def source_branches(k, is_first) -> Iterator[bool]:
+    """`for has_source in ...`: the body for rows whose gates have an x; and, if the op shifts x, for the rows where `is_first` (i1;
+    None: no shift), the first ones of a sequence, whose gates have none."""
+    if is_first is not None:
+        with k.when(is_first):
+            yield False
+    with nullcontext() if is_first is None else k.otherwise(is_first):
+        yield True
 
 
 @lowering("gated", starts="y", views="x base factor")
