@@ -15,6 +15,7 @@ With grouped queries, the heads of queries of a head of keys are processed in tu
 pass those of all its blocks accumulate in scratch."""
 
 from contextlib import nullcontext
+from typing import Any
 
 from barellm.cpu.kernel import Lowering, Op, Value, lowering, part
 from barellm.cpu.kernels.attention import attention_microkernels as micro
@@ -141,6 +142,15 @@ def attention_backward_dq(
         h.store_dq(t, s["dq"], add)
 
 
+def append_delta(op: Op, c: Lowering, shape: dict[str, Any]) -> dict[str, Any]:
+    """Append `attention_delta` into a workspace. Returns the operands that all backward kernels share; `shape`: their constants."""
+    delta = part(c.workspace("delta", op.lse.nbytes)), "fp32"
+    of_rows = {name: shape[name] for name in ("batch", "seq", "heads", "D", "mask_spec")}
+    c.call(attention_delta, {"delta": delta, "out": op.out, "dout": op.dout}, of_rows, writes="delta")
+    gradients = {"dq": op.dq, "dkeys": op.dk, "dvalues": op.dv, "dout": op.dout}
+    return gradients | {"q": op.q, "keys": op.k, "values": op.v, "lse": op.lse, "delta": delta}
+
+
 @lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv", also={"starts": "i32"})
 def lower_attention_backward(op: Op, c: Lowering) -> None:
     """Append `attention_delta`, then the schedule: one block for short sequences, windowed, or both passes, between which the
@@ -150,14 +160,7 @@ def lower_attention_backward(op: Op, c: Lowering) -> None:
     modes = tuple(op.modes[name] for name in ("dq", "dk", "dv"))
     g = micro.Geometry.of(c.isa, op.q.dtype, shape["D"])
     shared = op.heads > op.kv_heads
-    delta = c.workspace("delta", op.lse.nbytes)
-    of_rows = {name: shape[name] for name in ("batch", "seq", "heads", "D", "mask_spec")}
-    c.call(attention_delta, {"delta": (part(delta), "fp32"), "out": op.out, "dout": op.dout}, of_rows, writes="delta")
-    operands = {
-        **{"dq": op.dq, "dkeys": op.dk, "dvalues": op.dv, "q": op.q, "keys": op.k, "values": op.v},
-        **{"dout": op.dout, "lse": op.lse, "delta": (part(delta), "fp32")},
-    }
-    written = "dq dkeys dvalues"
+    operands, written = append_delta(op, c, shape), "dq dkeys dvalues"
     if op.plain and fits_single_block(c.isa, op.q.dtype, g.D, length, op.rate) and set(modes) == {"store"}:
         c.thread_scratch(micro.offsets(backward_units(g, shared))[1])
         c.call(attention_backward_single_block, operands, shape, writes=written)

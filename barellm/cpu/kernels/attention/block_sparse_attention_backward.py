@@ -14,11 +14,10 @@ numbers of sequences and heads; each part of each sequence has a partial sum, an
 
 from collections.abc import Callable
 from math import sqrt
-from typing import Any
 
 from barellm.cpu.kernel import ISA, Lowering, Op, Value, lowering, part
 from barellm.cpu.kernels.attention import attention_microkernels as micro
-from barellm.cpu.kernels.attention.attention_backward import attention_delta, use_one_pass
+from barellm.cpu.kernels.attention.attention_backward import append_delta, use_one_pass
 from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead, Operands, query_heads
 from barellm.cpu.kernels.attention.attention_mask import PLAIN
 from barellm.cpu.kernels.attention.block_sparse_attention import (
@@ -246,14 +245,8 @@ def lower_block_sparse_attention_backward(op: Op, c: Lowering) -> None:
     shape["strides"] += tuple(t.row_stride for t in (op.dq, op.dk, op.dv))
     modes = tuple(op.modes[name] for name in ("dq", "dk", "dv"))
     g = geometry(c.isa, op.q.dtype, shape["D"], layout.block, tiles=op.relative is None)
-    delta = c.workspace("delta", op.lse.nbytes)
-    of_rows = {name: shape[name] for name in ("batch", "seq", "heads", "D")} | {"mask_spec": PLAIN}
-    c.call(attention_delta, {"delta": (part(delta), "fp32"), "out": op.out, "dout": op.dout}, of_rows, writes="delta")
-    operands: dict[str, Any] = {
-        **{"dq": op.dq, "dkeys": op.dk, "dvalues": op.dv, "q": op.q, "keys": op.k, "values": op.v},
-        **{"dout": op.dout, "lse": op.lse, "delta": (part(delta), "fp32"), "rows": op.rows, "columns": op.columns},
-    }
-    operands |= {"masks": op.masks, "relative": vectors_of(op), "partials": None}
+    operands = append_delta(op, c, shape | {"mask_spec": PLAIN})
+    operands |= {"rows": op.rows, "columns": op.columns, "masks": op.masks, "relative": vectors_of(op), "partials": None}
     if op.relative is not None:
         # The parts of as many sequences as a run may have; the number of each is rounded up.
         max_parts = int(op.out.shape[0]) + ceil_div(PARTIAL_SUMS, op.kv_heads)

@@ -218,24 +218,19 @@ class AmxGemm(gemm_mainloop.GemmMainloop):
 
 
 def gemm(
-    k, out, second, a, weight, bias, other, row_begin, row_limit, *, cols: int, depth: int, transposed: bool, dims: tuple[str, ...],
-    inner: int, epilogues: tuple[str, ...], mode: str, config: GemmConfig, strides: tuple[tuple[str, int], ...] = (), scale=None,
-    factor: float = 1.0, least: int = 0,
+    k, out, second, a, weight, bias, other, row_begin, row_limit, *, dims: tuple[str, ...], inner: int,
+    strides: tuple[tuple[str, int], ...] = (), least: int = 0, **options,
 ) -> None:  # fmt: skip
     """The kernel: out (rows, cols) = a (rows, depth) @ weight, then the `epilogues` (epilogue.py), which may read `bias` (cols) and
-    `other` (rows, cols) and write `second` (rows, cols); "scaled" and "times" use `scale`, "rescale" uses `factor`. Rows are
-    [row_begin, row_begin + row_limit) of the run's `k.num_elements(dims, inner)`; pointers are to the first of them. `transposed`:
-    weight is (cols, depth), else (depth, cols). `strides`: (name, row stride in elements) of operands that are views. `least`: a
-    run with fewer rows does nothing, since the skinny GEMM does them."""
+    `other` (rows, cols) and write `second` (rows, cols). Rows are [row_begin, row_begin + row_limit) of the run's
+    `k.num_elements(dims, inner)`; pointers are to the first of them. `strides`: (name, row stride in elements) of operands that are
+    views. `least`: a run with fewer rows does nothing, since the skinny GEMM does them. `options`: as in `run_mainloop`."""
     assert a.dtype == weight.dtype, "both operands of a GEMM have the program's compute dtype"
     planned = k.num_elements(dims, inner)
     rows = k.min(planned - row_begin, row_limit)
     if least:
         rows = k.select(planned < least, 0, rows)
-    run_mainloop(
-        k, out, second, a, weight, rows, bias, other, cols=cols, depth=depth, transposed=transposed, epilogues=epilogues, mode=mode,
-        config=config, strides=dict(strides), scale=scale, factor=factor,
-    )  # fmt: skip
+    run_mainloop(k, out, second, a, weight, rows, bias, other, strides=dict(strides), **options)
 
 
 def run_mainloop(
@@ -243,8 +238,9 @@ def run_mainloop(
     config: GemmConfig, strides: Mapping[str, int], scale=None, factor: float = 1.0, streams: bool = True,
 ) -> None:  # fmt: skip
     """The GEMM of `rows` rows: its epilogue and its main loop, on AMX tiles or vector registers, what this ISA has for the dtype of
-    a. `weight`: a pointer, or an object that packs itself (`GemmMainloop`). `streams`: results of AMX tiles that exceed the caches
-    are stored non-temporally. Other parameters as in `gemm`."""
+    a. `weight`: (cols, depth) where `transposed`, else (depth, cols); a pointer, or an object that packs itself (`GemmMainloop`).
+    "scaled" and "times" use `scale`, "rescale" uses `factor`. `streams`: results of AMX tiles that exceed the caches are stored
+    non-temporally. Other operands as in `gemm`."""
     kc = kc_of(k.isa, a.dtype, depth, config)
     long = [name for name in epilogues if (emitter := emitter_of(name)) and emitter.long]
     through_memory = bool(long)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-from barellm.cpu.gemm_config import GemmConfig, Tile
+from barellm.cpu.gemm_config import Tile
 from barellm.cpu.kernel import ISA, Lowering, Op, Value, lowering
 from barellm.cpu.kernels.gemm import epilogue, gemm, gemm_mainloop, linear, packing, quantized_digits, quantized_few
 from barellm.cpu.kernels.gemm.codes import Codes, Scales
@@ -148,22 +148,19 @@ def _vnni_pairs(k, numbers) -> list[Value]:
 
 def quantized_gemm(
     k, out, second, x, codes, scales, bias, other, row_begin, row_limit, *, cols: int, depth: int, weights: str,
-    dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str, config: GemmConfig, least: int,
-    strides: tuple[tuple[str, int], ...] = (), transposed: bool = True,
+    dims: tuple[str, ...], inner: int, least: int, strides: tuple[tuple[str, int], ...] = (), transposed: bool = True, **options,
 ) -> None:  # fmt: skip
     """The kernel for more rows: out (rows, cols) = x (rows, depth) @ weight with `epilogues`, for rows [row_begin, row_begin +
     row_limit) of a run that has at least `least` rows. `codes`, `scales`: the stored matrix, of scheme `weights`, which is
-    dequantized while B panels are packed; `transposed`: it is (cols, depth), else (depth, cols). Other parameters as in gemm.py's
-    `gemm`."""
+    dequantized while B panels are packed; `transposed`: it is (cols, depth), else (depth, cols). `options`: as in gemm.py's
+    `run_mainloop`."""
     how = scheme(weights)
     planned = k.num_elements(dims, inner)
     rows = k.select(planned < least, 0, k.min(planned - row_begin, row_limit))
     width = depth if transposed else cols  # of a row of the matrix
     weight = QuantizedWeight(Codes(k, codes, how, ceil_div(width, BLOCK)), Scales(k, scales, how.groups(width)))
-    gemm.run_mainloop(
-        k, out, second, x, weight, rows, bias, other, cols=cols, depth=depth, transposed=transposed, epilogues=epilogues, mode=mode,
-        config=config, strides=dict(strides), streams=False,
-    )  # fmt: skip
+    sizes = {"cols": cols, "depth": depth, "transposed": transposed, "strides": dict(strides)}
+    gemm.run_mainloop(k, out, second, x, weight, rows, bias, other, streams=False, **sizes, **options)
 
 
 def append_quantized_gemm(

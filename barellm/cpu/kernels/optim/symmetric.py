@@ -25,140 +25,164 @@ from barellm.cpu.kernels.gemm.microkernel import broadcast_a, microkernel
 from barellm.cpu.kernels.numbers import bits, number
 from barellm.cpu.kernels.optim.muon import each_matrix
 from barellm.cpu.lang.vector import transpose
+from barellm.program.integers import ceil_div
 
 
 def symmetric_gemm(k, out, x, linear, square, *, n: int, depth: int, columns: bool, tile: Tile) -> None:
-    """out (n, n) = x x^T of x (n, depth); with `columns`, x^T x of x (depth, n); with `linear` and `square`, the polynomial linear
-    x + square x x of a symmetric x (n, n), depth = n. The two factors are the bits of fp64 numbers, given at run time, so that all
-    Newton-Schulz steps share the code. `tile`: the micro-tile MR x NR."""
-    polynomial = linear is not None
-    vnni, lanes, nr = packing.uses_vnni(k.isa, x.dtype), k.lanes, tile.nr(k.isa)
-    kc = default_kc(k.isa, depth, 2 if vnni else 4)
-    k_blocks, panels, m_blocks = -(-depth // kc), -(-n // nr), -(-n // MC)
-    overlap = packing.can_overlap_packing(k.isa, x.dtype)
-    factors = (k.splat(number(k, linear)), k.splat(number(k, square))) if polynomial else None
-    scratch, nbytes = k.thread_scratch("i32"), packing.panel_bytes(k.isa, x.dtype, kc, nr)
-    a_width = a_panel_width(k.isa, tile)
-    a_nbytes = packing.panel_bytes(k.isa, x.dtype, kc, a_width) if columns else 0
-    accumulators = scratch.bytes(2 * nbytes + 2 * a_nbytes).as_dtype("fp32")
+    """The kernel: out (n, n) = x x^T of x (n, depth); with `columns`, x^T x of x (depth, n); with `linear` and `square`, the
+    polynomial linear x + square x x of a symmetric x (n, n), depth = n. The two factors are the bits of fp64 numbers, given at run
+    time, so that all Newton-Schulz steps share the code. `tile`: the micro-tile MR x NR."""
+    factors = None if linear is None else (k.splat(number(k, linear)), k.splat(number(k, square)))
+    SymmetricGemm(k, out, x, factors, n=n, depth=depth, columns=columns, tile=tile).run()
 
-    def kc_of(p) -> Any:
+
+class SymmetricGemm:
+    """One thread's loop over work items. State of the loops: rows [first, last) of the result x the NR columns of B panel
+    `panel_index`, from `col` on."""
+
+    def __init__(self, k, out, x, factors: tuple[Value, Value] | None, *, n: int, depth: int, columns: bool, tile: Tile) -> None:
+        """Operands as in `symmetric_gemm`; `factors`: linear and square in all lanes. Scratch: two B panels, two A panels, the
+        accumulators of an item's rows, [row][NR] fp32."""
+        self.k, self.out, self.x, self.factors = k, out, x, factors
+        self.n, self.depth, self.columns, self.tile, self.nr = n, depth, columns, tile, tile.nr(k.isa)
+        self.vnni, self.overlap = packing.uses_vnni(k.isa, x.dtype), packing.can_overlap_packing(k.isa, x.dtype)
+        self.kc = default_kc(k.isa, depth, 2 if self.vnni else 4)
+        self.k_blocks, self.panels, self.m_blocks = ceil_div(depth, self.kc), ceil_div(n, self.nr), ceil_div(n, MC)
+        scratch, nbytes = k.thread_scratch("i32"), packing.panel_bytes(k.isa, x.dtype, self.kc, self.nr)
+        self.a_width = a_panel_width(k.isa, tile)
+        a_nbytes = packing.panel_bytes(k.isa, x.dtype, self.kc, self.a_width) if columns else 0
+        self.accumulators = scratch.bytes(2 * nbytes + 2 * a_nbytes).as_dtype("fp32")
+        self.b_panels = packing.PanelBuffers(k, scratch, nbytes, self._pack_b_panel)
+        self.a_panels = packing.PanelBuffers(k, scratch.bytes(2 * nbytes), a_nbytes, self._pack_a_panel)
+
+    def _kc_of(self, p) -> Any:
         """The depth of KC block p: the last one takes the remainder."""
-        return k.select((p + 1).equals(k_blocks), k.int(depth - (k_blocks - 1) * kc), kc) if k_blocks > 1 else depth
+        if self.k_blocks == 1:
+            return self.depth
+        return self.k.select((p + 1).equals(self.k_blocks), self.k.int(self.depth - (self.k_blocks - 1) * self.kc), self.kc)
 
-    def pack_b_panel(into, panel_id) -> packing.PackTask:
-        """The steps that pack B panel `panel_id` (panel index * k_blocks + KC block) into `into`."""
-        col, p = panel_id // k_blocks * nr, panel_id % k_blocks
-        if columns or polynomial:
+    def _pack_b_panel(self, into, panel_id) -> packing.PackTask:
+        """The task that packs B panel `panel_id` (panel index * k_blocks + KC block) into `into`, [k unit][NR]."""
+        k, x, n, nr, kc, depth = self.k, self.x, self.n, self.nr, self.kc, self.depth
+        col, p = panel_id // self.k_blocks * nr, panel_id % self.k_blocks
+        if self.columns or self.factors is not None:
             ragged = n if n % nr else None
-            return packing.pack_b(k, into, x.at(p * (kc * n)), col, kc_of(p), stride=n, width=nr, cols=ragged)
-        even = kc % 8 == 0 and depth % 8 == 0
-        return packing.pack_b_transposed(k, into, x.at(p * kc), col, cols=n, stride=depth, depth=kc_of(p), even=even, nr=nr)
+            return packing.pack_b(k, into, x.at(p * (kc * n)), col, self._kc_of(p), stride=n, width=nr, cols=ragged)
+        even = kc % 8 == 0 and depth % 8 == 0  # 8: elements of a chunk of VNNI pairs
+        sizes = {"cols": n, "stride": depth, "even": even, "nr": nr}
+        return packing.pack_b_transposed(k, into, x.at(p * kc), col, depth=self._kc_of(p), **sizes)
 
-    def pack_a(into, panel_id) -> packing.PackTask:
-        """The steps that pack A panel `panel_id` (first column of x * k_blocks + KC block) into `into`: `a_width` columns of x."""
-        p = panel_id % k_blocks
-        return packing.pack_b(k, into, x.at(p * (kc * n)), panel_id // k_blocks, kc_of(p), stride=n, width=a_width, cols=n)
+    def _pack_a_panel(self, into, panel_id) -> packing.PackTask:
+        """The task that packs A panel `panel_id` (first column of x * k_blocks + KC block) into `into`: `a_width` columns of x."""
+        k, n, p = self.k, self.n, panel_id % self.k_blocks
+        source, col = self.x.at(p * (self.kc * n)), panel_id // self.k_blocks
+        return packing.pack_b(k, into, source, col, self._kc_of(p), stride=n, width=self.a_width, cols=n)
 
-    b_panels = packing.PanelBuffers(k, scratch, nbytes, pack_b_panel)
-    a_panels = packing.PanelBuffers(k, scratch.bytes(2 * nbytes), a_nbytes, pack_a)
+    def run(self) -> None:
+        """The parallel loop over work items: the KC blocks of each, then its epilogue."""
+        k, n = self.k, self.n
+        with k.parallel_for(self.panels * self.m_blocks) as self.item:
+            self.panel_index, block = self.item % self.panels, self.item // self.panels
+            self.col = self.panel_index * self.nr
+            # Rows of the item; those above the diagonal are mirrored.
+            self.first, self.last = k.max(block * MC, self.col), k.min((block + 1) * MC, n)
+            with k.when(self.first < self.last), k.loop(0, self.k_blocks) as p:
+                self._multiply_k_block(p)
+            with k.when(self.first < self.last):
+                self._store()
 
-    def tile_syrk(row, base, first, panel, p, a_panel) -> None:
-        """Add KC block p of x x^T to the tile of rows [row, row + MR) and the columns of B's `panel`: p = 0 starts the sums in
-        `accumulators` (fp32, rows of NR from the item's row `first` on), later blocks continue them. `a_panel`: packed rows of A
-        from `base` on; None: A is read from x, (n, depth)."""
-        # Steps of the micro-kernel. A packed panel pads an odd depth with zeros; unpacked, the odd element is its `tail`.
-        k_units = (kc_of(p) + 1) // 2 if vnni and a_panel is not None else kc_of(p) // 2 if vnni else kc_of(p)
+    def _multiply_k_block(self, p) -> None:
+        """KC block p of all tiles of the item; meanwhile the B panel, and the A panel, that are needed next are packed."""
+        k, tile, last = self.k, self.tile, self.last
+        panel = self.b_panels.acquire(self.panel_index * self.k_blocks + p)
+        if self.overlap:
+            more_blocks = p + 1 < self.k_blocks  # of this panel; else the next item's panel is next
+            same_panel = self.panel_index * self.k_blocks + p + 1
+            next_id = k.select(more_blocks, same_panel, (self.panel_index + 1) % self.panels * self.k_blocks)
+            exists = more_blocks | (self.item + 1 < self.panels * self.m_blocks)
+            self.b_panels.pack_next(next_id, exists, k.ceil_div(last - self.first, tile.mr) * tile.mr)
+        if self.columns:
+            with k.loop(self.first, last, self.a_width) as base:
+                a_panel = self.a_panels.acquire(base * self.k_blocks + p)
+                more_rows = base + self.a_width < last
+                if self.overlap:
+                    self.a_panels.pack_next((base + self.a_width) * self.k_blocks + p, more_rows, k.int(self.a_width))
+                with k.loop(base, k.min(base + self.a_width, last), tile.mr) as row:
+                    self._multiply_tile(row, base, panel, p, a_panel)
+                if self.overlap:
+                    self.a_panels.commit()
+        else:
+            with k.loop(self.first, last, tile.mr) as row:
+                self._multiply_tile(row, self.first, panel, p, None)
+        if self.overlap:
+            self.b_panels.commit()
+
+    def _multiply_tile(self, row, base, panel, p, a_panel) -> None:
+        """The accumulators [MR][NR] fp32 of rows [row, row + MR) += A @ panel over KC block p, from zero where p is 0. `panel`:
+        packed B; `a_panel`: packed A, whose first row is `base`; None: A is read from x (n, depth), unpacked. A packed panel pads
+        an odd depth with zeros; unpacked, the odd element is the micro-kernel's `tail`."""
+        k, x, tile, vnni = self.k, self.x, self.tile, self.vnni
         tail, is_last_k = None, None
         if a_panel is None:
-            rows = [k.min(row + r, n - 1) for r in range(tile.mr)]
-            load_a, tail = broadcast_a(k, x.at(p * kc), rows, vnni, depth=depth, stride=depth)
-            is_last_k = (p + 1).equals(k_blocks) if k_blocks > 1 else None
+            k_units = self._kc_of(p) // 2 if vnni else self._kc_of(p)
+            rows = [k.min(row + r, self.n - 1) for r in range(tile.mr)]
+            load_a, tail = broadcast_a(k, x.at(p * self.kc), rows, vnni, depth=self.depth, stride=self.depth)
+            is_last_k = (p + 1).equals(self.k_blocks) if self.k_blocks > 1 else None
         else:
+            k_units = (self._kc_of(p) + 1) // 2 if vnni else self._kc_of(p)
             a_row = a_panel.at(row - base)
 
             def load_a(r: int, u) -> Value:
                 type_ = "i32" if vnni else "float"
-                return k.splat(k.op(type_, f"load {type_}, ptr {a_row.at(u * a_width + r).ref}, align 4"))
+                return k.splat(k.op(type_, f"load {type_}, ptr {a_row.at(u * self.a_width + r).ref}, align 4"))
 
         def pack_step(_) -> None:
-            b_panels.step()
+            self.b_panels.step()
             if a_panel is not None:
-                a_panels.step()
+                self.a_panels.step()
 
-        dst = accumulators.at((row - first) * nr)
-        c_init = (p > 0, dst) if k_blocks > 1 else None
+        dst = self.accumulators.at((row - self.first) * self.nr)
         sums = microkernel(
-            k, tile, load_a, panel, k_units, vnni, tail=tail, prefetch=pack_step if overlap else None, c_init=c_init,
-            is_last_k=is_last_k,
+            k, tile, load_a, panel, k_units, vnni, tail=tail, prefetch=pack_step if self.overlap else None,
+            c_init=(p > 0, dst) if self.k_blocks > 1 else None, is_last_k=is_last_k,
         )  # fmt: skip
         for i, value in enumerate(value for values in sums for value in values):
-            dst.store(value, i * lanes)
+            dst.store(value, i * k.lanes)
 
-    with k.parallel_for(panels * m_blocks) as item:
-        panel_index, block = item % panels, item // panels  # of the NR columns and of the MC rows
-        col = panel_index * nr
-        first, last = (k.max(block * MC, col), k.min((block + 1) * MC, n))  # rows; those above the diagonal are mirrored
-        with k.when(first < last), k.loop(0, k_blocks) as p:
-            panel = b_panels.acquire(panel_index * k_blocks + p)
-            if overlap:
-                more_blocks = p + 1 < k_blocks  # of this panel; else the next item's panel is next
-                next_id = k.select(more_blocks, panel_index * k_blocks + p + 1, (panel_index + 1) % panels * k_blocks)
-                exists = more_blocks | (item + 1 < panels * m_blocks)
-                b_panels.pack_next(next_id, exists, k.ceil_div(last - first, tile.mr) * tile.mr)
-            if columns:
-                with k.loop(first, last, a_width) as base:
-                    a_panel = a_panels.acquire(base * k_blocks + p)
-                    more_rows = base + a_width < last
-                    if overlap:
-                        a_panels.pack_next((base + a_width) * k_blocks + p, more_rows, k.int(a_width))
-                    with k.loop(base, k.min(base + a_width, last), tile.mr) as row:
-                        tile_syrk(row, base, first, panel, p, a_panel)
-                    if overlap:
-                        a_panels.commit()
-            else:
-                with k.loop(first, last, tile.mr) as row:
-                    tile_syrk(row, first, first, panel, p, None)
-            if overlap:
-                b_panels.commit()
-        with k.when(first < last):
-            _store(k, out, x, accumulators, n, first, last, col, nr, factors)
+    def _store(self) -> None:
+        """The epilogue of a work item: its accumulators and their transposes to out, in squares of `lanes` x `lanes`."""
+        k, lanes, n = self.k, self.k.lanes, self.n
+        with k.loop(self.first, self.last, lanes) as row, k.loop(self.col, k.min(self.col + self.nr, n), lanes) as column:
+            inside = (row + (lanes - 1) < self.last) & (column + (lanes - 1) < n)
+            for masked, branch in ((False, k.when), (True, k.otherwise)):
+                with branch(inside):
+                    self._store_square(row, column, masked)
 
-
-def _store(k, out, x, accumulators, n: int, first, last, col, nr: int, factors: tuple[Value, Value] | None) -> None:
-    """Epilogue of a work item: store rows [first, last) of the `nr` columns from `col` on, and their transposes, in squares of
-    `lanes` x `lanes`. `factors`: vectors (linear, square) of the polynomial; None: the sums are the result."""
-    lanes = k.lanes
-
-    def store_square(row, column, masked: bool) -> None:
-        """Store the square at row `row` and column `column`, and its transpose. `masked`: it may reach beyond the edges."""
+    def _store_square(self, row, column, masked: bool) -> None:
+        """Store the square at (row, column) of the result and its transpose, which is its mirror image below or above the diagonal:
+        the accumulators, or with `factors` the polynomial of these and of x. `masked`: it may reach beyond the edges."""
+        k, n, lanes = self.k, self.n, self.k.lanes
         mask = k.mask_first(n - column) if masked else None
         values = []
         for r in range(lanes):
-            value = accumulators.load((row - first + r) * nr + (column - col))
-            if factors is not None:
-                linear, square = factors
-                value = k.fma(x.load(k.min(row + r, n - 1) * n + column, mask), linear, value * square)
+            value = self.accumulators.load((row - self.first + r) * self.nr + (column - self.col))
+            if self.factors is not None:
+                linear, square = self.factors
+                value = k.fma(self.x.load(k.min(row + r, n - 1) * n + column, mask), linear, value * square)
             values.append(value)
         for r, value in enumerate(values):
-            store_vector(row + r, column, value, last if masked else None, n - column)
+            self._store_vector(row + r, column, value, self.last if masked else None, n - column)
         for r, value in enumerate(transpose(k, values)):
-            store_vector(column + r, row, value, k.int(n) if masked else None, last - row)
+            self._store_vector(column + r, row, value, k.int(n) if masked else None, self.last - row)
 
-    def store_vector(row, column, value, end, width) -> None:
-        """Store a vector of row `row` from `column` on; with an `end`, only if the row is before it, and only `width` elements."""
+    def _store_vector(self, row, column, value, end, width) -> None:
+        """Store a vector of row `row` of out from `column` on; with an `end`, only if the row is before it, and only `width`
+        elements."""
         if end is None:
-            out.store(value, row * n + column)
+            self.out.store(value, row * self.n + column)
             return
-        with k.when(row < end):
-            out.store(value, row * n + column, k.mask_first(width))
-
-    with k.loop(first, last, lanes) as row, k.loop(col, k.min(col + nr, n), lanes) as column:
-        inside = (row + (lanes - 1) < last) & (column + (lanes - 1) < n)
-        with k.when(inside):
-            store_square(row, column, False)
-        with k.otherwise(inside):
-            store_square(row, column, True)
+        with self.k.when(row < end):
+            self.out.store(value, row * self.n + column, self.k.mask_first(width))
 
 
 def a_panel_width(isa: ISA, tile: Tile) -> int:
