@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.kernel import ISA, Value
+from barellm.cpu.kernel import ISA, Value, Var
 from barellm.cpu.kernels.conv.conv_implicit_gemm import OutputMap
 from barellm.cpu.kernels.conv.im2col import ConvGeometry, Images, LineBuffer
 from barellm.cpu.kernels.loops import accumulate, accumulate_scalar
@@ -108,9 +108,9 @@ class LineBlock:
     def input_vectors(
         self, line, lines: int, j, rows: range | Value, columns: range
     ) -> Iterator[tuple[Value, list[tuple[int, int]]]]:
-        """What a register tile of `lines` output lines from `line` on, `lanes` pixels from pixel j on, sees through the taps `rows`
-        x `columns` of the filter: each distinct vector of pixels once, with all (line of the tile, number of the tap) that read it.
-        `rows`: filter rows, or one that is known at run time only."""
+        """Yield each distinct vector of `lanes` input pixels that a register tile sees, once, with all (line of the tile, number of
+        the tap) that read it. The tile: `lines` output lines from `line` on, pixels from j on; the taps: filter rows `rows` x
+        `columns`. `rows` may be one row that is known at run time only."""
         geometry, stride = self.geometry, self.geometry.stride[0]
         offsets = [row - min(geometry.row_offsets) for row in geometry.row_offsets]
         if isinstance(rows, Value):
@@ -131,11 +131,10 @@ class LineBlock:
 def conv_depthwise(
     k, out, a, x, *, images: Images, geometry: ConvGeometry, target: OutputMap, blocking: Blocking, mode: str
 ) -> None:
-    """out (N, groups rows, *target.size) = depthwise convolution of x (N, groups, H, W) with `rows` filters a (groups rows, taps),
-    fp32, for each channel. `target`: where the outputs lie in out, adjacent unless the convolution is one of a strided one's
-    gradient. A work item is a block of lines of a channel."""
+    """The kernel: out (N, groups rows, *target.size) = depthwise convolution of x (N, groups, H, W) with `rows` filters a (groups
+    rows, taps) fp32 for each channel. A work item is a block of lines of a channel. `target`: where the outputs lie in out,
+    adjacent unless the convolution is one phase of a strided one's gradient."""
     groups, rows = geometry.groups, geometry.rows
-    Q, dense = geometry.output_size[1], target == OutputMap(geometry.output_size)
     R, S = range(len(geometry.row_offsets)), range(len(geometry.column_offsets))
     block = LineBlock(k, x, geometry, blocking)
     blocks = block.line_blocks * block.column_blocks
@@ -162,42 +161,52 @@ def conv_depthwise(
                         for v, [(t, i)] in block.input_vectors(line, lines, j, r, S):
                             sums[t].value = k.fma(k.splat(filter_row.get(i)), v, sums[t].value)
                 for t, total in enumerate(sums):
-                    y, x_ = block.line + line + t, block.column + j
-                    if dense:
-                        dst.store(accumulate(k, dst, y * Q + x_, mask, total.value, mode), y * Q + x_, mask)
-                        continue
-                    # Strided outputs are stored one by one; a `wide` known at run time only, through memory.
-                    y = (y * target.stride[0] + target.offset[0]) * target.size[1] + target.offset[1]
-                    if isinstance(wide, int):
-                        for q in range(wide):
-                            accumulate_scalar(k, dst, y + (x_ + q) * target.stride[1], k.lane(total.value, q), mode)
-                        continue
-                    block.sums.store(total.value)
-                    with k.loop(0, wide) as q:
-                        accumulate_scalar(k, dst, y + (x_ + q) * target.stride[1], block.sums.get(q), mode)
+                    store_outputs(k, block, dst, total, block.line + line + t, block.column + j, wide, mask, target, mode)
+
+
+def store_outputs(k, block: LineBlock, dst, outputs: Var, row, column, wide, mask, target: OutputMap, mode: str) -> None:
+    """The epilogue of a line of a register tile: `outputs`, a vector of pixels from (row, column) of the output on, stored or added
+    (`mode`) to dst, an image plane of out. Adjacent outputs are a vector, of which `wide` pixels exist (`mask`; None: all). Those
+    of a strided `target` are stored one by one; a `wide` known at run time only, through scratch."""
+    Q = block.geometry.output_size[1]
+    if target == OutputMap(block.geometry.output_size):
+        dst.store(accumulate(k, dst, row * Q + column, mask, outputs.value, mode), row * Q + column, mask)
+        return
+    row = (row * target.stride[0] + target.offset[0]) * target.size[1] + target.offset[1]
+    if isinstance(wide, int):
+        for q in range(wide):
+            accumulate_scalar(k, dst, row + (column + q) * target.stride[1], k.lane(outputs.value, q), mode)
+        return
+    block.sums.store(outputs.value)
+    with k.loop(0, wide) as q:
+        accumulate_scalar(k, dst, row + (column + q) * target.stride[1], block.sums.get(q), mode)
+
+
+def add_filter_gradient(k, block: LineBlock, src, sums, rows: range | Value, columns: range) -> None:
+    """Add a block's part to the filter gradient, sums [tap][lanes] fp32 in scratch, of the taps `rows` x `columns`, all of whose
+    sums are in registers: dy times the pixels that each tap sees, lane by lane. `src`: the image plane of dy; block: the loaded
+    input lines."""
+    Q = block.geometry.output_size[1]
+    count = len(columns) * (1 if isinstance(rows, Value) else len(rows))
+    acc = [k.var(sums.load(i * k.lanes)) for i in range(count)]
+    for line, lines, j, wide in block.tiles():
+        mask = None if wide == k.lanes else k.mask_first(wide)
+        dy = [src.load((block.line + line + t) * Q + block.column + j, mask) for t in range(lines)]
+        for v, users in block.input_vectors(line, lines, j, rows, columns):
+            pixels = v if mask is None else k.select(mask, v, 0.0)  # what lies behind a line is undefined
+            for t, i in users:
+                acc[i].value = k.fma(dy[t], pixels, acc[i].value)
+    for i, total in enumerate(acc):
+        sums.store(total.value, i * k.lanes)
 
 
 def conv_depthwise_wgrad(k, dw, dy, x, *, images: Images, geometry: ConvGeometry, blocking: Blocking, mode: str) -> None:
-    """dw (groups rows, taps) fp32, from dy (N, groups rows, P, Q) and x (N, groups, H, W). A work item owns a filter and goes
-    through all images in order; lanes of sums are added at the very end."""
+    """The kernel: dw (groups rows, taps) fp32, from dy (N, groups rows, P, Q) and x (N, groups, H, W). A work item owns a filter,
+    whose sums [tap][lanes] are in scratch, and goes through all images in order; lanes are added at the very end."""
     (P, Q), R, S = geometry.output_size, range(len(geometry.row_offsets)), range(len(geometry.column_offsets))
     groups, rows = geometry.groups, geometry.rows
     block = LineBlock(k, x, geometry, blocking)
     max_sums = k.isa.registers - blocking.tile_m - 2  # in registers
-
-    def add(src, first, rows: range | Value, columns: range) -> None:
-        """Add all tiles of a block to the sums of these taps, which lie from `first` on."""
-        count = len(columns) * (1 if isinstance(rows, Value) else len(rows))
-        acc = [k.var(first.load(i * k.lanes)) for i in range(count)]
-        for line, lines, j, wide in block.tiles():
-            mask = None if wide == k.lanes else k.mask_first(wide)
-            g = [src.load((block.line + line + t) * Q + block.column + j, mask) for t in range(lines)]
-            for v, users in block.input_vectors(line, lines, j, rows, columns):
-                pixels = v if mask is None else k.select(mask, v, 0.0)  # what lies behind a line is undefined
-                for t, i in users:
-                    acc[i].value = k.fma(g[t], pixels, acc[i].value)
-        for i, total in enumerate(acc):
-            first.store(total.value, i * k.lanes)
 
     with k.parallel_for(groups * rows) as filter_:
         sums = block.sums
@@ -207,10 +216,10 @@ def conv_depthwise_wgrad(k, dw, dy, x, *, images: Images, geometry: ConvGeometry
             block.load_lines(n * groups + filter_ // rows, number)
             src = dy.at((n * (groups * rows) + filter_) * (P * Q))
             if geometry.taps <= max_sums:
-                add(src, sums, R, S)
+                add_filter_gradient(k, block, src, sums, R, S)
             else:
                 with k.loop(0, len(R)) as r:
                     for s in S[::max_sums]:
-                        add(src, sums.at((r * len(S) + s) * k.lanes), r, S[s : s + max_sums])
+                        add_filter_gradient(k, block, src, sums.at((r * len(S) + s) * k.lanes), r, S[s : s + max_sums])
         with k.loop(0, geometry.taps) as i:
             accumulate_scalar(k, dw, filter_ * geometry.taps + i, k.sum(sums.load(i * k.lanes)), mode)

@@ -31,15 +31,15 @@ MAX_FILTER_BYTES = 256 << 20  # of transformed filters that "auto" accepts
 Complex = tuple[Value, "Value | None"]  # None: the imaginary part is zero
 
 
-def _plus(a, b) -> Value | None:
+def _add_optional(a, b) -> Value | None:
     return b if a is None else a if b is None else a + b
 
 
-def _minus(a, b) -> Value | None:
+def _subtract_optional(a, b) -> Value | None:
     return a if b is None else -b if a is None else a - b
 
 
-def _times(k, x: Complex, c: float, s: float) -> Complex:
+def _multiply_constant(k, x: Complex, c: float, s: float) -> Complex:
     """The complex product x (c + i s), of vectors and a constant of magnitude 1; fewer operations where c or s is 0."""
     re, im = x
     if (c, s) == (1.0, 0.0):
@@ -53,7 +53,8 @@ def _times(k, x: Complex, c: float, s: float) -> Complex:
 
 
 def fft(k, x: list[Complex], sign: int) -> list[Complex]:
-    """The DFT sum over j of x[j] exp(sign 2 pi i j f / n) for each f, radix-2 decimation in time (Cooley and Tukey 1965)."""
+    """The DFT of a list of n complex vectors, lane by lane: the sum over j of x[j] exp(sign 2 pi i j f / n) for each f. Radix-2
+    decimation in time (Cooley and Tukey 1965), unrolled."""
     n = len(x)
     if n == 1:
         return x
@@ -62,11 +63,11 @@ def fft(k, x: list[Complex], sign: int) -> list[Complex]:
     for f, (e, o) in enumerate(zip(even, odd, strict=True)):
         angle = sign * 2 * pi * f / n
         c, s = (0.0, float(sign)) if 4 * f == n else (cos(angle), sin(angle))
-        t = _times(k, o, c, s)
-        a, b = _plus(e[0], t[0]), _minus(e[0], t[0])
+        t = _multiply_constant(k, o, c, s)
+        a, b = _add_optional(e[0], t[0]), _subtract_optional(e[0], t[0])
         assert a is not None and b is not None
-        first.append((a, _plus(e[1], t[1])))
-        second.append((b, _minus(e[1], t[1])))
+        first.append((a, _add_optional(e[1], t[1])))
+        second.append((b, _subtract_optional(e[1], t[1])))
     return first + second
 
 
@@ -98,9 +99,9 @@ def frequencies(k, rows, F: int, count: int) -> Iterator[tuple[Value, Value, Val
 def fft_filters(
     k, u, w, *, count: int, rows: int, depth: int, step: int, row_step: int, flip: bool, F: int, R: int, S: int
 ) -> None:
-    """u (planes, count rows, depth) = the forward transforms of the filters R x S of `count` groups, as Gauss's c, d - c and c + d
-    of the conjugates: planes Re, -Im - Re and Re - Im. Filter (group, row, depth) begins at element group rows depth R S + row
-    row_step + depth step of w; `flip`: it is read from its end."""
+    """The kernel of the filter transform: u (planes, count rows, depth) fp32 = the forward transforms of filters R x S of `count`
+    groups, as Gauss's c, d - c and c + d of the conjugates: planes Re, -Im - Re and Re - Im. Filter (group, row, depth) begins at
+    element group rows depth R S + row row_step + depth step of w; `flip`: it is read from its end."""
     size, blocks, buffer = count * rows * depth, ceil_div(depth, k.lanes), k.thread_scratch()
     pitch = 2 * half(F) * k.lanes
     taps = [[(R - 1 - r) * S + S - 1 - s if flip else r * S + s for s in range(S)] for r in range(R)]
@@ -110,7 +111,7 @@ def fft_filters(
         mask = k.mask_first(k.int(depth) - first) if depth % k.lanes else None
         src = w.at(line // rows * (rows * depth * R * S) + line % rows * row_step + first * step)
         for r in range(R):
-            row = [_lanes(k, src.at(t), step, depth, first) for t in taps[r]] + [zero] * (F - S)
+            row = [_load_lanes(k, src.at(t), step, depth, first) for t in taps[r]] + [zero] * (F - S)
             store_half(k, buffer.at(r * pitch), row)
         dst = u.at(line * depth + first)
         for frequency, re, im in frequencies(k, buffer, F, R):
@@ -118,7 +119,7 @@ def fft_filters(
                 dst.at((frequency * 3 + plane) * size).store(v, 0, mask)
 
 
-def _lanes(k, p, step: int, depth: int, first) -> Value:
+def _load_lanes(k, p, step: int, depth: int, first) -> Value:
     """A vector of elements `step` apart from p on, the numbers first, first + 1, ... of a row of `depth`; zero from `depth` on."""
     if depth % k.lanes == 0:
         return load_strided(k, p, step)
@@ -131,9 +132,10 @@ def _lanes(k, p, step: int, depth: int, first) -> Value:
 
 
 def fft_input(k, v, x, first, limit, *, images: Images, geometry: ConvGeometry, F: int, tile_n: int, filters: bool) -> None:
-    """v (blocks, groups, planes, channels, tile_n) = the forward transforms of the tiles of x in blocks [first, first + limit):
-    planes Re + Im, Re and Im, or, where the tiles are the `filters` (wgrad: dy), those that `fft_filters` makes. A tile that
-    `geometry` sees is n x n pixels, n <= F, zero-padded to F x F; tiles that do not exist are zero."""
+    """The kernel of the input transform: v (blocks, groups, planes, channels, tile_n) fp32 = the forward transforms of the tiles of
+    x (N, groups channels, H, W) in blocks [first, first + limit): planes Re + Im, Re and Im, or, where the tiles are the `filters`
+    (wgrad: dy), those that `fft_filters` makes. A tile that `geometry` sees is n x n pixels, n <= F, zero-padded to F x F; tiles
+    that do not exist are zero."""
     C, planes, n = geometry.channels, 3 * F * half(F), len(geometry.row_offsets)
     buffer = k.thread_scratch().bytes(conv_tiled.panel_bytes(k.isa, geometry, tile_n, RUN))
     sizes = {"images": images, "geometry": geometry, "tile_n": tile_n, "most": RUN}
@@ -149,9 +151,10 @@ def fft_input(k, v, x, first, limit, *, images: Images, geometry: ConvGeometry, 
 
 
 def fft_gemm(k, y, u, v, first, limit, *, images: Images, conv: TiledConv, F: int, R: int, S: int, mode: str) -> None:
-    """y (N, groups rows, H, W), of the tiles in blocks [first, first + limit) = the inverse transform of the products of the planes
-    u (filters) and v (tiles). The epilogue of the batched GEMM is the inverse transform: of the columns, to `buffer` (m, half(F),
-    re and im); then of each row, whose missing half are conjugates; of the result the first m x m pixels are outputs."""
+    """The kernel: y (N, groups rows, H, W), of the tiles in blocks [first, first + limit) = the inverse transform of the products
+    of the planes u (`fft_filters`) and v (`fft_input`). The epilogue of the batched GEMM is the inverse transform: of the columns,
+    to `buffer` [m][half(F)][re, im]; then of each row, whose missing half are conjugates; of the result the first m x m pixels are
+    outputs."""
     m, planes, width = conv.m, 3 * F * half(F), conv.group * conv.tile.nr(k.isa)
     products = k.thread_scratch()
     buffer = products.bytes(4 * planes * conv.filters * width)
@@ -172,8 +175,8 @@ def fft_gemm(k, y, u, v, first, limit, *, images: Images, conv: TiledConv, F: in
 
 
 def inverse_of_columns(k, rows, F: int, count: int, product: Callable[[Value], Value]) -> None:
-    """rows (count, half(F), re and im) vectors = the first `count` rows of the inverse transforms of the columns of product(plane),
-    of all 3 F half(F) planes: Gauss's products (k1, k2, k3) of a frequency are (k1 - k3) + i (k1 + k2)."""
+    """rows [count][half(F)][re, im] vectors = the first `count` rows of the inverse transforms of the columns of product(plane), of
+    all 3 F half(F) planes: Gauss's products (k1, k2, k3) of a frequency are (k1 - k3) + i (k1 + k2)."""
     with k.loop(0, half(F)) as column:
         x: list[Complex] = []
         for i in range(F):
@@ -187,8 +190,8 @@ def inverse_of_columns(k, rows, F: int, count: int, product: Callable[[Value], V
 
 
 def store_tile_rows(k, y, line, tile, num_tiles, channel, conv: TiledConv, i, mode: str) -> None:
-    """Write row i of each lane's tile of m x m outputs, `line` (m, lanes), to image plane `channel` of y; the first `num_tiles`
-    lanes are the tiles from number `tile` on."""
+    """Write row i of each lane's tile of m x m outputs, `line` [m][lanes] fp32 in scratch, to image plane `channel` of y; the first
+    `num_tiles` lanes are the tiles from number `tile` on."""
     m, (H, W), (TH, TW) = conv.m, conv.size, conv.geometry.output_size
     with k.loop(0, num_tiles) as lane:
         t = tile + lane
@@ -205,9 +208,9 @@ def load_hermitian(k, at, F: int) -> list[Complex]:
 
 
 def fft_wgrad_output(k, dw, products, *, size: int, F: int, R: int, S: int, flip: bool, mode: str) -> None:
-    """dw (size, R, S) = the first R x S pixels of the inverse transforms of products (planes, size), lanes along `size` = (group,
-    output channel, input channel): of the columns, to scratch (R, half(F), re and im), then of the rows. `flip`: filters are read
-    from their end."""
+    """The kernel: dw (size, R, S) = the first R x S pixels of the inverse transforms of products (planes, size) that
+    `tiled_wgrad_gemm` wrote, lanes along `size` = (group, output channel, input channel): of the columns, to scratch
+    [R][half(F)][re, im], then of the rows. `flip`: filters are read from their end."""
     pitch, buffer = 2 * half(F) * k.lanes, k.thread_scratch()
     with k.parallel_range(ceil_div(size, k.lanes), 8) as (begin, end), k.loop(begin, end) as block:
         first = block * k.lanes

@@ -53,9 +53,9 @@ class FilterPacking:
 
 
 def pack_filters(k, a, w, *, packing: FilterPacking) -> None:
-    """a = the filters w in VNNI layout (`FilterPacking`). A work item is a chunk of channels of a vector of filters: it is
-    transposed into scratch, [channel][pair of taps][filter], where channels behind the last are zero; then, of a tap, the rows of
-    two adjacent channels are interleaved to pairs."""
+    """The kernel: a = the filters w in VNNI layout (`FilterPacking`). A work item is a chunk of channels of a vector of filters: it
+    is transposed into scratch, [channel][pair of taps][filter], where channels behind the last are zero; then, of a tap, the rows
+    of two adjacent channels are interleaved to pairs."""
     f, lanes = packing, k.lanes
     vectors = ceil_div(f.columns, f.tile_n) * (f.tile_n // lanes)
     buffer = k.thread_scratch("i32")
@@ -66,7 +66,7 @@ def pack_filters(k, a, w, *, packing: FilterPacking) -> None:
         count = k.min(k.int(f.channels) - channel, 2 * f.pairs)
         with k.loop(count * f.pitch // 2, f.pairs * f.pitch) as i:
             buffer.store_raw(0, i * lanes)
-        _transpose(k, f, buffer, w, group, first, channel, count)
+        _transpose_chunk(k, f, buffer, w, group, first, channel, count)
         block = vector // (f.tile_n // lanes)
         begin = (group * ceil_div(f.columns, f.tile_n) + block) * f.block_nbytes + chunk * (len(f.taps) * f.step_nbytes)
         dst = a.as_dtype("i32").bytes(begin).at(vector % (f.tile_n // lanes) * lanes)
@@ -80,9 +80,9 @@ def pack_filters(k, a, w, *, packing: FilterPacking) -> None:
                 dst.store_raw(k.bitcast(k.shuffle(*rows, halves), k.ivec), (pair + t * f.pairs) * f.tile_n)
 
 
-def _transpose(k, f: FilterPacking, buffer, w, group, first, channel, count) -> None:
-    """buffer [channel of the chunk][pair of taps][filter] = the transpose of `count` channels, from `channel` on, of `lanes`
-    filters (output channels), from `first` on, of a group. Filters behind the last one are read as the last one."""
+def _transpose_chunk(k, f: FilterPacking, buffer, w, group, first, channel, count) -> None:
+    """buffer [channel of the chunk][pair of taps][filter] bf16 = the transpose of `count` channels, from `channel` on, of `lanes`
+    filters (output channels), from `first` on, of a group of w. Filters behind the last one are read as the last one."""
     columns = [k.min(first + i, f.columns - 1) for i in range(k.lanes)]
     if not f.transposed:
         rows = [w.at(((group * f.columns + c) * f.channels + channel) * f.size) for c in columns]

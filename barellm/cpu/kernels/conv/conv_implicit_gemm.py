@@ -108,15 +108,16 @@ class ImplicitGemm:
     def __init__(
         self, k, out, a, x, *, images: Images, geometry: ConvGeometry, target: OutputMap, blocking: Blocking, mode: str
     ) -> None:
-        """Operands as in `conv_implicit_gemm`. Scratch: the input lines, partial sums of several K blocks, a tile that is stored
-        pixel by pixel (`spill`), the im2col columns of a tile (`column`)."""
+        """out (N, groups rows, *target.size), a (groups rows, depth) fp32, x (N, groups channels, H, W). Scratch: the input lines
+        (`im2col`), partial sums of several K blocks (`sums`), a tile that is stored pixel by pixel (`spill`), the im2col columns of
+        a tile (`tile_columns`)."""
         self.k, self.out, self.a, self.mode = k, out, a, mode
         self.geometry, self.target, self.blocking, self.images = geometry, target, blocking, k.num_elements(*images)
         self.groups, self.rows = geometry.groups, geometry.rows
         self.tile_n, self.pitch = blocking.tile.nr(k.isa), blocking.pitch(k.isa)
         at, scratch = k.thread_scratch(), ScratchLayout(k.isa, geometry, blocking)
         self.im2col = Im2colTiles(k, geometry, x, at, blocking.lines, blocking.columns)
-        self.sums, self.spill, self.column = (at.bytes(n) for n in (scratch.sums, scratch.spill, scratch.im2col))
+        self.sums, self.spill, self.tile_columns = (at.bytes(n) for n in (scratch.sums, scratch.spill, scratch.im2col))
         self.k_blocks = ceil_div(geometry.channels, blocking.channels)
         self.depth = geometry.channels * geometry.taps
         P, Q = geometry.output_size
@@ -153,20 +154,20 @@ class ImplicitGemm:
             last = k.min(first + round_up(MC, tile.mr), self.last_row)
             full = k.min(last, rows - tail) if tail else last
             with k.loop(0, self.pixels, self.tile_n) as j:
-                self.im2col.gather(self.column, self.num_channels, j, self.pixels, tile.vectors)
+                self.im2col.gather(self.tile_columns, self.num_channels, j, self.pixels, tile.vectors)
                 for row, row_tile in row_tiles(k, first, full, last, rows, tile):
                     self._micro_kernel(row, j, row_tile)
 
     def _micro_kernel(self, row, j, tile: Tile) -> None:
-        """The tile of tile.mr output channels from `row` on x tile_n pixels from pixel j on: a (tile.mr, depth) @ column (depth,
-        tile_n) over the K block, plus the sums of the K blocks before. After the last K block it is stored to out, else to `sums`,
-        where the tile is contiguous, [tile.mr][tile_n]: a row of tiles takes pitch * mr elements."""
+        """The tile of tile.mr output channels from `row` on x tile_n pixels from pixel j on: a (tile.mr, depth) @ tile_columns
+        [depth][tile_n] over the K block, plus the sums of the K blocks before. After the last K block it is stored to out, else to
+        `sums`, where the tile is contiguous, [tile.mr][tile_n] fp32: a row of tiles takes pitch * mr elements."""
         k = self.k
         partial = self.sums.at((row - self.first_row) * self.pitch + j * self.blocking.tile.mr)
         sums = [partial.at(r * self.tile_n) for r in range(tile.mr)]
         a = self.a.at((self.group * self.rows + row) * self.depth + self.channel * self.geometry.taps)
         load_a, _ = broadcast_a(k, a, list(range(tile.mr)), False, depth=self.depth, stride=self.depth)
-        values = microkernel(k, tile, load_a, self.column, self.num_channels * self.geometry.taps, False)
+        values = microkernel(k, tile, load_a, self.tile_columns, self.num_channels * self.geometry.taps, False)
         if self.k_blocks == 1:
             self._store_tile(row, j, values)
             return
@@ -184,8 +185,8 @@ class ImplicitGemm:
                     dst.store(value, v * k.lanes)
 
     def _store_tile(self, row, j, values) -> None:
-        """The epilogue of the tile at output channel `row` and pixel j: whole vectors where all its pixels are adjacent in one
-        image, else pixel by pixel."""
+        """The epilogue of the tile at output channel `row` and pixel j, values [row][vector of pixels]: whole vectors where all its
+        pixels are adjacent in one image, else pixel by pixel."""
         k, (P, Q) = self.k, self.geometry.output_size
         if not self.dense:
             self._store_pixels(row, j, values)

@@ -48,7 +48,7 @@ class Blocking:
 
 
 def select_blocking(isa: ISA, tile: Tile, use_amx: bool, geometry: im2col.ConvGeometry, images: int, threads: int) -> Blocking:
-    """Work items as large as L2 allows, and as many as keep `threads` evenly busy, by estimated cycles."""
+    """Work items as large as L2 allows, and as many as keep `threads` evenly busy on `images` images, by estimated cycles."""
     (P, _), columns, groups = geometry.output_size, geometry.rows, geometry.groups
     tile_n = tile.nr(isa)
     pairs = isa.lanes
@@ -117,7 +117,8 @@ class ImplicitGemm:
         self, k, out, a, x, *, images: im2col.Images, geometry: im2col.ConvGeometry, target: conv_implicit_gemm.OutputMap,
         blocking: Blocking, mode: str,
     ) -> None:  # fmt: skip
-        """Operands as in `conv_implicit_gemm_bf16`. Scratch as `ScratchLayout` has it."""
+        """out (N, groups columns, *target.size), a: filters in VNNI layout (conv_filter_packing.py), x (N, groups channels, H, W)
+        bf16. Scratch as `ScratchLayout` has it."""
         self.k, self.out, self.a, self.images = k, out, a, k.num_elements(*images)
         self.groups, self.columns = geometry.groups, geometry.rows
         self.geometry, self.target, self.blocking, self.mode = geometry, target, blocking, mode
@@ -148,11 +149,11 @@ class ImplicitGemm:
             self.first_column = split * b.columns
             k_blocks = self.scratch.k_blocks
             with k.loop(0, k_blocks) if k_blocks > 1 else nullcontext(k.int(0)) as k_block:
-                self._k_block(k_block)
+                self._multiply_k_block(k_block)
 
     def _make_tables(self) -> None:
-        """Byte shifts in the panel of each tap of each chunk of a K block; of each pixel the byte offset of its position's sums,
-        and its offset in the output."""
+        """Fill the tables of i64 in scratch. `shifts`: byte shifts in the panel of each tap of each chunk of a K block;
+        `pixel_sums`: of each pixel the byte offset of its position's sums; `pixel_targets`: its offset in the output."""
         k, (_, Q), t, lines = self.k, self.geometry.output_size, self.target, self.blocking.lines
         for chunk in range(self.blocking.chunks):
             for i, shift in enumerate(self.layout.shifts()):
@@ -164,14 +165,14 @@ class ImplicitGemm:
             if not self.dense:
                 self.pixel_targets.as_dtype("i64").put(line * (t.stride[0] * t.size[1]) + column * t.stride[1], pixel)
 
-    def _k_block(self, k_block) -> None:
+    def _multiply_k_block(self, k_block) -> None:
         """One K block of a work item: pack its chunks of all images, run the micro-kernel over all positions and column blocks, and
         after the last K block the epilogue."""
         k, b, k_blocks = self.k, self.blocking, self.scratch.k_blocks
         chunk = k_block * b.chunks
         chunks = k.min(k.int(self.chunks) - chunk, b.chunks) if self.chunks % b.chunks else k.int(b.chunks)
         with k.loop(0, self.num_images) as n, k.loop(0, chunks) as c:
-            self._pack(n, c, chunk + c)
+            self._pack_chunk(n, c, chunk + c)
         blocks = k.ceil_div(k.min(k.int(self.columns) - self.first_column, b.columns), self.tile_n)
         # Filters lie as [group][column block][chunk][tap][pair][tile_n][2] (conv_filter_packing.py).
         filter_bytes = self.chunks * self.geometry.taps * 4 * b.pairs * self.tile_n  # of a column block
@@ -192,11 +193,12 @@ class ImplicitGemm:
         is_last_k = k.when((k_block + 1).equals(k_blocks)) if k_blocks > 1 else nullcontext()
         with is_last_k, k.loop(0, blocks) as block, k.loop(0, self.num_images) as n:
             image = self.sums.bytes((block * b.images + n) * self.scratch.image)
-            self._store(n, image, self.first_column + block * self.tile_n)
+            self._store_columns(n, image, self.first_column + block * self.tile_n)
 
-    def _pack(self, n, c, chunk) -> None:
-        """Pack a chunk of channels of an image: vectors of positions' channel pairs, transposed. Some lines of all channels at a
-        time, which stay in L1."""
+    def _pack_chunk(self, n, c, chunk) -> None:
+        """Pack chunk `chunk` of the channels of image n as chunk c of the panel, [position][lanes] pairs of channels: vectors of
+        positions, one for each channel, are interleaved to pairs and transposed. Some lines of all channels at a time, which stay
+        in L1."""
         k, lanes, pairs, layout = self.k, self.k.lanes, self.blocking.pairs, self.layout
         self.input.seek(self.image + n, self.group, chunk * (2 * pairs), self.line)
         panel = self.panel.as_dtype("i32").bytes((n * self.blocking.chunks + c) * self.scratch.chunk)
@@ -217,14 +219,15 @@ class ImplicitGemm:
                         dst.store_raw(v, (p + i) * lanes)  # what lies behind the last line is overwritten
 
     def _micro_kernel(self, dst, rows: int, panel, filters, chunks, add_previous) -> None:
-        """dst (tile.mr, tile_n) fp32 = the sums of positions x output channels over a K block of `chunks` chunks and all taps, plus
-        the old dst where `add_previous` (None: never). `rows` of the positions are computed (AMX: a multiple of 16). Of each step,
-        a tap of a chunk, the table `shifts` has the byte offset in the panel."""
+        """dst [tile.mr][tile_n] fp32 = the sums of positions x output channels over a K block of `chunks` chunks and all taps, plus
+        the old dst where `add_previous` (None: never). `panel`: packed positions; `filters`: [chunk][tap][pair][tile_n][2] bf16; a
+        step is a tap of a chunk, whose byte offset in the panel is in `shifts`. `rows` of the positions are computed (AMX: a
+        multiple of 16)."""
         k, tile = self.k, self.blocking.tile
         pitch = 4 * k.lanes
 
         def shift(step) -> Value:
-            return self._lookup(self.shifts, step)
+            return self._table_entry(self.shifts, step)
 
         steps = chunks * self.geometry.taps
         if self.blocking.use_amx:
@@ -237,9 +240,9 @@ class ImplicitGemm:
             with k.loop(0, self.blocking.pairs) as u:
                 microkernel.rank1_update(k, acc, load_positions, right, u, True)
 
-    def _store(self, n, sums, column) -> None:
-        """The epilogue of image n and the column block from `column` on, whose sums [position][tile_n] are transposed: out is
-        stored in vectors of adjacent pixels, `lanes` columns at a time. The table `pixel_sums` has each pixel's position."""
+    def _store_columns(self, n, sums, column) -> None:
+        """The epilogue of image n and the column block from `column` on, whose `sums` [position][tile_n] fp32 are transposed: out
+        is stored in vectors of adjacent pixels, `lanes` columns at a time. The table `pixel_sums` has each pixel's position."""
         k, lanes, size = self.k, self.k.lanes, self.target.size[0] * self.target.size[1]
         (P, Q), t = self.geometry.output_size, self.target
         pixels = k.min(k.int(P) - self.line, self.blocking.lines) * Q
@@ -265,23 +268,23 @@ class ImplicitGemm:
         """Store two vectors of pixels from pixel p on, of `lanes` columns, rounded to bf16 before the transpose, which then has
         half the elements."""
         k, lanes, size = self.k, self.k.lanes, self.target.size[0] * self.target.size[1]
-        rows = [k.round_bf16(sums.bytes(self._lookup(self.pixel_sums, p + i)).load()) for i in range(2 * lanes)]
+        rows = [k.round_bf16(sums.bytes(self._table_entry(self.pixel_sums, p + i)).load()) for i in range(2 * lanes)]
         pairs = [k.bitcast(k.interleave(a, b), k.ivec) for a, b in zip(rows[::2], rows[1::2], strict=True)]
         for c, value in enumerate(transpose(k, pairs)):
             k.line(f"store {value.typed}, ptr {dst.at(p + c * size).ref}, align 2")
 
     def _store_pixels(self, dst, sums, p, count, is_last) -> None:
-        """Store a vector of pixels from pixel p on, or the first `count` of it, for `lanes` columns; where `is_last` (i1) only
-        those columns that exist."""
+        """Store a vector of pixels from pixel p on, or the first `count` of it, for `lanes` columns of `sums` [position][tile_n],
+        to dst, the first column's image plane; where `is_last` (i1) only those columns that exist."""
         k, lanes, size = self.k, self.k.lanes, self.target.size[0] * self.target.size[1]
-        columns_first = transpose(k, [sums.bytes(self._lookup(self.pixel_sums, p + i)).load() for i in range(lanes)])
+        columns_first = transpose(k, [sums.bytes(self._table_entry(self.pixel_sums, p + i)).load() for i in range(lanes)])
         mask = None if count is None else k.mask_first(count)
         if not self.dense:
             for c, value in enumerate(columns_first):
                 self.spill.store(value, c * lanes)
             columns = k.select(is_last, k.int(self.columns % lanes), lanes)
             with k.loop(0, lanes if count is None else count) as i, k.loop(0, columns) as c:
-                place = dst.at(self._lookup(self.pixel_targets, p + i) + c * size)
+                place = dst.at(self._table_entry(self.pixel_targets, p + i) + c * size)
                 accumulate_scalar(k, place, 0, self.spill.get(c * lanes + i), self.mode)
             return
 
@@ -297,7 +300,7 @@ class ImplicitGemm:
             with k.when(is_last):
                 store_columns(columns_first[:tail])
 
-    def _lookup(self, table, index) -> Value:
+    def _table_entry(self, table, index) -> Value:
         """An i64 of a table in scratch."""
         return self.k.op("i64", f"load i64, ptr {table.bytes(index * 8).ref}, align 8")
 

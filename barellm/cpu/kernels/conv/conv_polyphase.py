@@ -139,7 +139,8 @@ class PolyphaseBuffer:
                 self.clear(dst, layout.height * layout.pitch, layout.size)
 
     def pack_lines(self, j, dst, row_phase: int, column_phase: int, first, last) -> None:
-        """Pack the lines [first, last) of one plane of channel j. A channel behind the group's last is zero."""
+        """Pack the lines [first, last) of one plane of channel j into dst, `pitch` positions each. A channel behind the group's
+        last is zero."""
         k, layout, geometry, (H, W) = self.k, self.layout, self.geometry, self.geometry.input_size
         exists = self.first + j < self.geometry.channels
         plane = self.x.at((self.source + j) * (H * W))
@@ -183,8 +184,8 @@ class PolyphaseBuffer:
             dst.store_raw(0, v)
 
     def _vector(self, source, column, count: int) -> Value:
-        """A vector of `count` pixels (i16), every stride-th from input column `column` on; zeros behind them. Strides of 2 and 4:
-        loads of adjacent pixels, of which shuffles keep every second."""
+        """A vector of `count` pixels (bf16 bits), every stride-th from input column `column` of `source` on; zeros behind them.
+        Strides of 2 and 4: loads of adjacent pixels, of which shuffles keep every second."""
         k, stride = self.k, self.geometry.stride[1]
         if stride == 1:
             return source.load_raw(column, None if count == k.lanes else k.mask_first(count))

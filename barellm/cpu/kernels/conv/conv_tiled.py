@@ -97,9 +97,9 @@ class TileRun:
 
 @contextmanager
 def for_each_block(k, x, first, limit, *, images: Images, geometry: ConvGeometry, tile_n: int, most: int) -> Iterator[TileRun]:
-    """The parallel loop of an input transform over the blocks of tiles [first, first + limit) of x: its body is emitted once, for
-    one block and one channel, whose pixels are packed. A work item is CHUNK channels of as many blocks as are complete rows of
-    tiles, at most about `most` tiles."""
+    """The parallel loop of an input transform over the blocks of tiles [first, first + limit) of x (N, groups channels, H, W): its
+    body is emitted once, for one block and one channel, whose pixels are packed as an Im2colPanel. A work item is CHUNK channels of
+    as many blocks as are complete rows of tiles, at most about `most` tiles."""
     TW, groups = geometry.output_size[1], geometry.groups
     run, lines, pitch = run_shape(geometry, tile_n, k.lanes, most)
     panel = Im2colPanel(k, geometry, x, k.thread_scratch(), lines, TW, pitch)
@@ -140,9 +140,9 @@ def batched_gemm(
     k, u, v, first, limit, products, epilogue: Callable[..., None], *, images: Images, conv: TiledConv, positions: int
 ) -> None:
     """One GEMM for each position, for the blocks of tiles [first, first + limit): products = u (positions, groups rows, C) @ v
-    (blocks, groups, positions, C, tile_n). A work item is a group of blocks x `conv.filters` output channels; its `products`
-    (positions, filters, tiles) are in scratch. epilogue(products, tile, num_tiles, channel) makes outputs of those of one output
-    channel and a vector of tiles from `tile` on, of which `num_tiles` exist."""
+    (blocks, groups, positions, C, tile_n), fp32, which the filter and input transforms wrote. A work item is a group of blocks x
+    `conv.filters` output channels; its `products` [position][filter][tile] are in scratch. epilogue(products, tile, num_tiles,
+    channel) makes outputs of those of one output channel and a vector of tiles from `tile` on, of which `num_tiles` exist."""
     tile_n, (TH, TW) = conv.tile.nr(k.isa), conv.geometry.output_size
     C, rows, groups = conv.geometry.channels, conv.geometry.rows, conv.geometry.groups
     total = k.num_elements(*images) * (TH * TW)
@@ -178,9 +178,10 @@ def batched_gemm(
 def tiled_wgrad_gemm(
     k, products, dy, x, first, limit, *, images: Images, geometry: ConvGeometry, positions: int, tile_n: int
 ) -> None:
-    """products (positions, groups rows, columns) = dy (blocks, groups, positions, rows, tile_n) @ x (blocks, groups, positions,
-    columns, tile_n)^T, summed over blocks and tile_n; plus the old products but for the first K block of blocks [first, first +
-    limit). `columns`: input channels of a group, `geometry.channels`; the outputs of `geometry` are tiles."""
+    """The kernel: products (positions, groups rows, columns) fp32 = dy (blocks, groups, positions, rows, tile_n) @ x (blocks,
+    groups, positions, columns, tile_n)^T, both written by input transforms, summed over blocks and tile_n; plus the old products
+    but for the first K block of blocks [first, first + limit). `columns`: input channels of a group; the outputs of `geometry` are
+    tiles."""
     groups, rows, columns = geometry.groups, geometry.rows, geometry.channels
     total = k.num_elements(*images) * (geometry.output_size[0] * geometry.output_size[1])
     blocks = k.max(k.min(k.ceil_div(total, tile_n) - first, limit), 0)

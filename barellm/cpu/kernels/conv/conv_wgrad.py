@@ -62,8 +62,8 @@ def tile_shape(isa: ISA) -> tuple[int, int]:
 
 
 def register_tiles(k, rows: tuple[Any, Value], columns: tuple[Any, Value]) -> Iterator[tuple[Value, Value, int, int]]:
-    """(first row, first column, rows, columns) of the register tiles of [rows) x [columns): whole ones, then the rows and columns
-    that remain, one by one. A loop as those of loops.py."""
+    """`for row, column, rows, columns in ...`: the register tiles of dw's rows [rows) x columns [columns): whole ones, then the
+    rows and columns that remain, one by one. A loop as those of loops.py."""
     (row0, row1), (column0, column1), (tile_m, tile_n) = rows, columns, tile_shape(k.isa)
     full_rows, full_columns = row1 - (row1 - row0) % tile_m, column1 - (column1 - column0) % tile_n
     for begin, end, step in ((column0, full_columns, tile_n), (full_columns, column1, 1)):
@@ -86,8 +86,9 @@ class WeightGradient:
     `num_depths` depths from input channel `channel` on."""
 
     def __init__(self, k, dw, dy, x, *, images: Images, geometry: ConvGeometry, blocking: Blocking, mode: str) -> None:
-        """Operands as in `conv_wgrad`. Scratch: the im2col panel first, which lays out its own tables and lines, then packed dy,
-        then the partial sums [row][depth], a vector each."""
+        """dw (groups rows, channels taps) fp32, dy (N, groups rows, P, Q), x (N, groups channels, H, W). Scratch: the im2col panel
+        first, which lays out its own tables and lines, then `packed_dy` [row][pitch], then the partial `sums` [row][depth][lanes]
+        fp32."""
         self.k, self.dw, self.dy, self.geometry, self.blocking, self.mode = k, dw, dy, geometry, blocking, mode
         self.groups, self.rows = geometry.groups, geometry.rows
         layout, scratch = ScratchLayout(k.isa, geometry, blocking), k.thread_scratch()
@@ -121,10 +122,10 @@ class WeightGradient:
                 self._pack_dy(line, lines, column, columns, pixels)
                 for tile in register_tiles(k, (0, self.num_rows), (0, self.num_depths)):
                     self._micro_kernel(pixels, *tile)
-            self._store()
+            self._store_gradients()
 
     def _pack_dy(self, line, lines, column, columns, pixels) -> None:
-        """packed_dy (num_rows, pixels) = dy of the K block of `lines` lines from `line` on, `columns` pixels each from `column` on;
+        """packed_dy [row][pitch] fp32 = dy of the K block of `lines` lines from `line` on, `columns` pixels each from `column` on;
         a vector of zeros lies behind the last pixel. Vectors may reach beyond a line: the next one overwrites that."""
         k, lanes, (P, Q) = self.k, self.k.lanes, self.geometry.output_size
         with k.loop(0, self.num_rows) as row:
@@ -142,8 +143,8 @@ class WeightGradient:
             dst.store(0.0, pixels)
 
     def _micro_kernel(self, pixels, row, d, rows: int, depths: int) -> None:
-        """The partial sums of `rows` x `depths` elements of dw, from (row, d) on, += dy im2col^T over the K block's pixels, lane by
-        lane."""
+        """The partial sums [lanes] of `rows` x `depths` elements of dw, from (row, d) on, += dy im2col^T over the K block's pixels,
+        lane by lane: packed_dy [row][pixel] times the im2col panel [depth][pixel]."""
         k = self.k
         sums = [[self._partial(row + r, d + c) for c in range(depths)] for r in range(rows)]
         acc = [[k.var(p.load()) for p in line] for line in sums]
@@ -159,7 +160,7 @@ class WeightGradient:
         """The vector of partial sums of an element of dw."""
         return self.sums.at((row * self.max_depths + d) * self.k.lanes)
 
-    def _store(self) -> None:
+    def _store_gradients(self) -> None:
         """The epilogue: dw (rows, depths) = the sums of the lanes of the partial sums."""
         k, geometry = self.k, self.geometry
         with k.loop(0, self.num_rows) as row, k.loop(0, self.num_depths) as d:

@@ -89,7 +89,8 @@ class WeightGradient:
     def __init__(
         self, k, dw, dy, x, *, images: im2col.Images, geometry: im2col.ConvGeometry, blocking: Blocking, mode: str
     ) -> None:
-        """Operands as in `conv_wgrad_bf16`. Scratch as `ScratchLayout` has it."""
+        """dw (groups rows, channels taps) fp32, dy (N, groups rows, P, Q) bf16, x (N, groups channels, H, W) bf16. Scratch as
+        `ScratchLayout` has it."""
         self.k, self.dw, self.images, self.geometry = k, dw, k.num_elements(*images), geometry
         self.groups, self.rows, self.blocking, self.mode = geometry.groups, geometry.rows, blocking, mode
         self.scratch, at = ScratchLayout(k.isa, geometry, blocking), k.thread_scratch()
@@ -111,13 +112,14 @@ class WeightGradient:
             self.num_rows = k.min(k.int(self.rows) - self.row, b.rows)
             self.num_columns = k.min(k.int(geometry.channels) - self.column, b.columns)
             with k.loop(0, self.images, b.images) as image, k.loop(0, geometry.output_size[0], b.lines) as line:
-                self._pack(image, k.min(self.images - image, b.images), line)
+                self._pack_k_block(image, k.min(self.images - image, b.images), line)
                 self._macro_kernel(k.min(self.images - image, b.images), (image + line).differs(0))
-            self._store()
+            self._store_gradients()
 
-    def _pack(self, image, num_images, line) -> None:
-        """Pack a K block: the lines from `line` on of `num_images` images from `image` on. dy as planes; x as planes, and from
-        these, transposed, pairs of positions [pair][tile_n] for each parity."""
+    def _pack_k_block(self, image, num_images, line) -> None:
+        """Pack a K block: the lines from `line` on of `num_images` images from `image` on. dy as polyphase planes, a row for each
+        output channel; x as planes, and from these, transposed, pairs of positions [pair][tile_n][2] for each parity
+        (`_packed_x`)."""
         k, lanes = self.k, self.k.lanes
         with k.loop(0, num_images) as n:
             self.dy.seek(image + n, self.group, self.row, line)
@@ -126,7 +128,7 @@ class WeightGradient:
                 self.x.seek(image + n, self.group, self.column + c, line)
                 self.x.pack()
                 for parity in self.scratch.parities:
-                    dst = self._panel(c // self.tile_n, n, parity)
+                    dst = self._packed_x(c // self.tile_n, n, parity)
                     with k.loop(0, self.scratch.pairs, lanes) as pair, k.loop(0, self.tile_n, lanes) as v:
                         at = self.x.at.at(pair * 2 + v * self.x.pitch + parity)
                         vectors = []
@@ -136,7 +138,7 @@ class WeightGradient:
                         for i, value in enumerate(transpose(k, vectors)):
                             dst.store_raw(value, (pair + i) * self.tile_n + v)
 
-    def _panel(self, block, n, parity: int) -> Pointer:
+    def _packed_x(self, block, n, parity: int) -> Pointer:
         """The packed x, [pair][tile_n][2], of a column block of image n of the K block, in pairs that begin at positions of
         `parity`."""
         number = (block * self.blocking.images + n) * len(self.scratch.parities) + self.scratch.parities.index(parity)
@@ -154,12 +156,13 @@ class WeightGradient:
         k, tile = self.k, self.blocking.tile
         with k.loop(0, self.num_columns, self.tile_n) as c, k.loop(0, self.num_rows, tile.mr) as r:
             for t, shift in enumerate(self.layout.shifts()):
-                panel = self._panel(c // self.tile_n, k.int(0), shift % 2).bytes(shift // 2 * (4 * self.tile_n))
+                panel = self._packed_x(c // self.tile_n, k.int(0), shift % 2).bytes(shift // 2 * (4 * self.tile_n))
                 self._micro_kernel(self._sums(r, c, t), self.dy.at.at(r * self.dy.pitch), panel, num_images, add_previous)
 
     def _micro_kernel(self, dst, left, panel, num_images, add_previous) -> None:
-        """dst (tile.mr, tile_n) = dy x^T over the positions of a K block, plus the old dst where `add_previous` (i1). `left`: the
-        packed lines of dy of the first of `num_images` images, `panel`: their VNNI pairs of x, shifted by the tap."""
+        """dst [tile.mr][tile_n] fp32 = dy x^T over the positions of a K block, plus the old dst where `add_previous` (i1). `left`:
+        the packed lines of dy, [row][position], of the first of `num_images` images; `panel`: VNNI pairs of x, [pair][tile_n][2],
+        shifted by the tap."""
         k, tile, steps = self.k, self.blocking.tile, self.steps
         left_bytes = 2 * self.blocking.rows * self.dy.pitch  # bytes from an image to the next
         panel_bytes = len(self.scratch.parities) * self.scratch.copy
@@ -176,8 +179,9 @@ class WeightGradient:
             with k.loop(0, steps) as u:
                 microkernel.rank1_update(k, acc, load_dy, right, u, True)
 
-    def _store(self) -> None:
-        """The epilogue: the sums of a row, [tap][column], are transposed to dw's layout, [column][tap]."""
+    def _store_gradients(self) -> None:
+        """The epilogue: the sums of a row, [tap][column] fp32, are transposed to dw's layout, [column][tap], and stored or
+        added."""
         k, lanes, taps, C = self.k, self.k.lanes, self.geometry.taps, self.geometry.channels
         rows = self.blocking.tile.mr
         with k.loop(0, self.num_rows) as r, k.loop(0, self.num_columns, lanes) as c:

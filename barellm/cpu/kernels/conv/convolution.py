@@ -31,8 +31,9 @@ def append_conv(
     c: Lowering, *, algorithm: str, out, w: Tensor, a, x: Tensor, geometry: ConvGeometry, target: OutputMap, mode: str,
     transposed: bool = False, taps: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
-    """One convolution of x. `a()` makes the fp32 GEMM operand from the filters w when an algorithm needs it. `transposed`: w is
-    read with input and output channels exchanged, as dgrad does. `taps`: the elements of w that are used (none: all)."""
+    """Append one convolution of x (N, groups channels, H, W), fprop or dgrad, by the algorithm that the op names or the cost models
+    take. `a()` makes the fp32 GEMM operand from the filters w when an algorithm needs it. `transposed`: w is read with input and
+    output channels exchanged, as dgrad does. `taps`: the elements of w that are used (none: all)."""
     is_direct, N = algorithm in ("auto", "direct"), int(x.shape[0])
     sizes: dict[str, Any] = {"geometry": geometry, "mode": mode, "images": images_of(x)}
     depthwise = is_direct and conv_depthwise.is_supported(geometry)
@@ -62,7 +63,7 @@ def packed_filters(
     c: Lowering, w: Tensor, geometry: ConvGeometry, blocking: conv_implicit_gemm_bf16.Blocking, taps: tuple[int, ...],
     transposed: bool,
 ) -> Any:  # fmt: skip
-    """The filters rounded to bf16 and packed for the bf16 implicit GEMM."""
+    """Append the packing of the filters w for the bf16 implicit GEMM, rounded to bf16, into a workspace. Returns that operand."""
     size, tile_n = int(w.shape[2]) * int(w.shape[3]), blocking.tile.nr(c.isa)
     of_groups = geometry.groups, geometry.channels, geometry.rows
     packing = FilterPacking(*of_groups, size, taps or tuple(range(size)), blocking.pairs, tile_n, transposed)
@@ -98,8 +99,8 @@ def lower_conv2d(op: Conv2d, c: Lowering) -> None:
 
 
 def transpose_filters(k, a, w, *, groups, K, C, R, S, rows, columns) -> None:
-    """The filters of a dgrad, a (groups C, K, rows, columns), from w (groups K, C, R, S): those rows and columns of the filter that
-    one phase of a strided convolution's pixels needs."""
+    """The kernel: the filters of a dgrad, a (groups C, K, rows, columns) fp32, from w (groups K, C, R, S): those rows and columns
+    of the filter that one phase of a strided convolution's pixels needs."""
     taps = len(rows) * len(columns)
     with k.parallel_for(groups * C) as row, k.loop(0, K) as i:
         src = w.at(((row // C * K + i) * C + row % C) * (R * S))
@@ -113,7 +114,8 @@ def transpose_filters(k, a, w, *, groups, K, C, R, S, rows, columns) -> None:
 
 
 def reflect_pad_backward(k, dx, padded, *, images, channels, size, padding, mode) -> None:
-    """dx of reflection padding: each pixel gets the sum of the gradients of its copies in `padded`."""
+    """The kernel: dx (N, channels, H, W) of reflection padding: each pixel gets the sum of the gradients of its copies in `padded`,
+    fp32 images of (H + 2 top, W + 2 left)."""
     (H, W), (top, left) = size, padding
     padded_W, padded_H = W + 2 * left, H + 2 * top
 

@@ -115,8 +115,8 @@ class LineBuffer:
         self.pitch = geometry.pitch(outputs, k.lanes) if pitch is None else pitch
 
     def fill(self, number, plane, row, first) -> None:
-        """Line `number` = input row `row` of the channel at offset `plane` of x, for outputs from column `first` on. Rows outside
-        the image are zeros or mirror images."""
+        """Write line `number` of the buffer = input row `row` of the channel at offset `plane` of x, for outputs from column
+        `first` on, with its padding: zeros or mirror images. Rows outside the image are the same."""
         k, geometry = self.k, self.geometry
         H, W = geometry.input_size
         dst, length = self.at.at(k.int(number) * self.pitch), geometry.line_length(self.outputs)
@@ -146,7 +146,7 @@ class LineBuffer:
                         dst.put(source.get(at), c - begin)
 
     def _fill_unrolled(self, dst, plane, row, begin: int, length: int) -> None:
-        """`fill` of a short line of `length` elements that begins at input column `begin`, known here: no loop exit to
+        """`fill` of a short line, dst, of `length` elements that begins at input column `begin`, known here: no loop exit to
         mispredict."""
         k, (H, W) = self.k, self.geometry.input_size
         low, high = max(begin, 0), min(begin + length, W)
@@ -175,7 +175,7 @@ class LineBuffer:
 
 
 def load_strided(k, p, stride: int) -> Value:
-    """A vector of each `stride`-th element from `p` on. Strides of 2 and 4 load what lies between too and shuffle."""
+    """A vector of `lanes` elements `stride` apart, from p on. Strides of 2 and 4 load what lies between too and shuffle."""
     if stride == 1:
         return p.load()
     if stride in (2, 4):
@@ -232,8 +232,8 @@ class Im2colTiles(OutputLines):
             self.load(self.lines, ((c - channel) * rows + r) * self.max_lines + line, line, c, r)
 
     def gather(self, dst, channels, pixel, pixels, vectors: int) -> None:
-        """dst (channels * taps, vectors * lanes) = the im2col columns of `vectors` vectors of pixels, from pixel `pixel` of the
-        work item's `pixels` on. Lanes behind the last pixel repeat it."""
+        """dst [channels * taps][vectors * lanes] fp32 = the im2col columns of `vectors` vectors of pixels, from pixel `pixel` of
+        the work item's `pixels` on, for the channels of `load_lines`. Lanes behind the last pixel repeat it."""
         k, geometry, lanes, stride = self.k, self.geometry, self.k.lanes, self.geometry.stride[1]
         if not geometry.taps:
             return
@@ -290,8 +290,9 @@ class Im2colPanel(OutputLines):
         self.at = scratch.bytes(tables + round_up(4 * lines * self.lines.pitch, 64))
 
     def pack(self, channel, last, *, pixels=None, zero_vectors: int = 1) -> None:
-        """Make the im2col matrix of the channels [channel, last): load the lines of each channel and filter row, and copy each
-        tap's pixels from them. `zero_vectors` vectors of zeros follow the first `pixels` of each depth (None: nothing)."""
+        """Make the im2col matrix [depth][pitch] fp32 of the channels [channel, last): load the lines of each channel and filter
+        row, and copy each tap's pixels from them. `zero_vectors` vectors of zeros follow the first `pixels` of each depth (None:
+        nothing)."""
         k, geometry, S = self.k, self.geometry, len(self.geometry.column_offsets)
         if not geometry.taps:
             return

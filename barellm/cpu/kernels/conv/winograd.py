@@ -19,13 +19,13 @@ RUN = 512  # tiles of a work item of the input transform, at most
 WGRAD_KC = 48  # blocks of tiles of a K block of wgrad: they are the order of summation
 
 
-def linear(k, matrix: Sequence[Sequence[float]], v) -> list[Value]:
+def transform_vectors(k, matrix: Sequence[Sequence[float]], v) -> list[Value]:
     """matrix @ v, of a constant matrix and a list of vectors. Two columns, or two rows, that differ in some signs only share work:
     their sum and their difference are enough (x + y and x - y of the parts that are equal and opposite)."""
     rows = [list(row) for row in matrix]
     for a in range(len(v)):
         for b in range(a + 1, len(v)):
-            if _alike([row[a] for row in rows], [row[b] for row in rows]):
+            if _differ_in_signs([row[a] for row in rows], [row[b] for row in rows]):
                 v = list(v)
                 v[a], v[b] = v[a] + v[b], v[a] - v[b]
                 for row in rows:
@@ -34,23 +34,23 @@ def linear(k, matrix: Sequence[Sequence[float]], v) -> list[Value]:
     for i, row in enumerate(rows):
         if i in out:
             continue
-        twin = next((j for j in range(i + 1, len(rows)) if _alike(row, rows[j])), None)
+        twin = next((j for j in range(i + 1, len(rows)) if _differ_in_signs(row, rows[j])), None)
         if twin is None:
-            out[i] = _sum(k, row, v)
+            out[i] = _dot_constant_row(k, row, v)
             continue
-        even = _sum(k, [x if x == y else 0.0 for x, y in zip(row, rows[twin], strict=True)], v)
-        odd = _sum(k, [x if x != y else 0.0 for x, y in zip(row, rows[twin], strict=True)], v)
+        even = _dot_constant_row(k, [x if x == y else 0.0 for x, y in zip(row, rows[twin], strict=True)], v)
+        odd = _dot_constant_row(k, [x if x != y else 0.0 for x, y in zip(row, rows[twin], strict=True)], v)
         out[i], out[twin] = even + odd, even - odd
     return [out[i] for i in range(len(rows))]
 
 
-def _alike(a: list[float], b: list[float]) -> bool:
+def _differ_in_signs(a: list[float], b: list[float]) -> bool:
     """Whether two rows, or columns, differ in the signs of some elements and have others in common."""
     pairs = list(zip(a, b, strict=True))
     return all(x in (y, -y) for x, y in pairs) and any(x == y != 0 for x, y in pairs) and any(x == -y != 0 for x, y in pairs)
 
 
-def _sum(k, row: list[float], v) -> Value:
+def _dot_constant_row(k, row: list[float], v) -> Value:
     """The row times v: first what has the factor 1."""
     terms = sorted(((c, x) for c, x in zip(row, v, strict=True) if c), key=lambda term: term[0] != 1.0)
     (c, total), *rest = terms
@@ -60,15 +60,16 @@ def _sum(k, row: list[float], v) -> Value:
     return total
 
 
-def both_ways(k, matrix: Sequence[Sequence[float]], square) -> list[list[Value]]:
-    """matrix square matrix^T."""
-    columns = [linear(k, matrix, list(column)) for column in zip(*square, strict=True)]
-    return [linear(k, matrix, list(row)) for row in zip(*columns, strict=True)]
+def transform_square(k, matrix: Sequence[Sequence[float]], square) -> list[list[Value]]:
+    """matrix @ square @ matrix^T, of a constant matrix and a square of vectors."""
+    columns = [transform_vectors(k, matrix, list(column)) for column in zip(*square, strict=True)]
+    return [transform_vectors(k, matrix, list(row)) for row in zip(*columns, strict=True)]
 
 
 def winograd_filters(k, u, w, *, count: int, rows: int, depth: int, step: int, row_step: int, flip: bool, m: int) -> None:
-    """u (positions, count rows, depth) = G w G^T, lanes along the depth; `count` groups. Filter (group, row, depth) begins at
-    element group rows depth 9 + row row_step + depth step of w; `flip`: it is read from its end."""
+    """The kernel of the filter transform: u (positions, count rows, depth) fp32 = G w G^T of filters w of 3 x 3, lanes along the
+    depth; `count` groups. Filter (group, row, depth) begins at element group rows depth 9 + row row_step + depth step of w; `flip`:
+    it is read from its end. The last vector of a depth that lanes do not divide overlaps the one before."""
     G, n = filter_matrix(m, 3), m + 2
     taps = range(8, -1, -1) if flip else range(9)
     size = count * rows * depth
@@ -86,7 +87,7 @@ def winograd_filters(k, u, w, *, count: int, rows: int, depth: int, step: int, r
                     k.op(k.vec, f"insertelement {v.typed}, {src.at(t).get(i * step).typed}, i64 {i}")
                     for t, v in zip(taps, vectors, strict=True)
                 ]
-        transformed = both_ways(k, G, [vectors[i : i + 3] for i in range(0, 9, 3)])
+        transformed = transform_square(k, G, [vectors[i : i + 3] for i in range(0, 9, 3)])
         dst = u.at(line * depth + first)
         mask = None if depth >= k.lanes else k.mask_first(depth)
         for position, v in enumerate(transformed[i][j] for i in range(n) for j in range(n)):
@@ -96,35 +97,36 @@ def winograd_filters(k, u, w, *, count: int, rows: int, depth: int, step: int, r
 def winograd_input(
     k, v, x, first, limit, *, images: Images, geometry: ConvGeometry, matrix: tuple[tuple[float, ...], ...], tile_n: int
 ) -> None:
-    """v (blocks, groups, positions, channels, tile_n) = matrix d matrix^T, where d are the pixels of x that a tile sees
-    (`geometry`), of the blocks of tiles [first, first + limit); zero for tiles that do not exist."""
+    """The kernel of the input transform: v (blocks, groups, positions, channels, tile_n) fp32 = matrix d matrix^T, where d are the
+    n x n pixels of x (N, groups channels, H, W) that a tile sees (`geometry`), of the blocks of tiles [first, first + limit); zero
+    for tiles that do not exist. Lanes are tiles."""
     n, window, C = len(matrix), len(geometry.row_offsets), geometry.channels
     with conv_tiled.for_each_block(k, x, first, limit, images=images, geometry=geometry, tile_n=tile_n, most=RUN) as r:
         dst = v.at((((r.begin + r.block) * geometry.groups + r.group) * (n * n) * C + r.channel) * tile_n)
         at = r.panel.at.at(r.skip + r.block * tile_n)
         for lanes in range(0, tile_n, k.lanes):
             d = [[at.at((i * window + j) * r.panel.pitch).load(lanes) for j in range(window)] for i in range(window)]
-            for position, value in enumerate(x for row in both_ways(k, matrix, d) for x in row):
+            for position, value in enumerate(x for row in transform_square(k, matrix, d) for x in row):
                 dst.store(value, position * (C * tile_n) + lanes)
 
 
 def winograd_gemm(k, y, u, v, first, limit, *, images: Images, conv: TiledConv, m: int, mode: str) -> None:
-    """y (N, groups rows, H, W) = A^T (u v) A of the tiles in blocks [first, first + limit), with u from `winograd_filters` and v
-    from `winograd_input`: the batched GEMM with the output transform as its epilogue."""
+    """The kernel: y (N, groups rows, H, W) = A^T (u v) A of the tiles in blocks [first, first + limit), with u from
+    `winograd_filters` and v from `winograd_input`: the batched GEMM with the output transform as its epilogue."""
     n, A, width = m + 2, output_matrix(m, 3), conv.group * conv.tile.nr(k.isa)
     products = k.thread_scratch()
     squares = products.bytes(4 * n * n * conv.filters * width)
 
     def output_transform(src, tile, num_tiles, channel) -> None:
         square = [[src.load((i * n + j) * (conv.filters * width)) for j in range(n)] for i in range(n)]
-        store_tiles(k, y, squares, both_ways(k, A, square), tile, num_tiles, channel, conv, mode)
+        store_tiles(k, y, squares, transform_square(k, A, square), tile, num_tiles, channel, conv, mode)
 
     conv_tiled.batched_gemm(k, u, v, first, limit, products, output_transform, images=images, conv=conv, positions=n * n)
 
 
 def store_tiles(k, y, squares, outputs, tile, num_tiles, channel, conv: TiledConv, mode: str) -> None:
-    """Write the m x m outputs[i][j] of each lane's tile, from number `tile` on, to image plane `channel` of y; the first
-    `num_tiles` lanes are tiles. They are transposed through `squares` in scratch, [tile][m][4]; then each tile's rows are stored,
+    """Write the m x m outputs[i][j], vectors whose lanes are tiles from number `tile` on, to image plane `channel` of y; the first
+    `num_tiles` lanes exist. They are transposed through `squares` in scratch, [tile][m][4] fp32; then each tile's rows are stored,
     as vectors of m where it lies in the image whole."""
     m, (H, W), (TH, TW), lanes = conv.m, conv.size, conv.geometry.output_size, k.lanes
     tile_stride = m * 4  # a tile has m rows of 4, of which m are used
@@ -155,13 +157,14 @@ def store_tiles(k, y, squares, outputs, tile, num_tiles, channel, conv: TiledCon
 
 
 def winograd_wgrad_output(k, dw, products, *, size: int, m: int, flip: bool, mode: str) -> None:
-    """dw (size, 3, 3) = A^T products A, of products (positions, size). `flip`: filters are read from their end."""
+    """The kernel: dw (size, 3, 3) = A^T products A, of products (positions, size) that `tiled_wgrad_gemm` wrote. `flip`: filters
+    are read from their end. Stored or added (`mode`), element by element."""
     n, A = m + 2, output_matrix(3, m)
     with k.parallel_range(ceil_div(size, k.lanes), 8) as (begin, end), k.loop(begin, end) as block:
         first = block * k.lanes
         mask = k.mask_first(size - first) if size % k.lanes else None
         square = [[products.load((i * n + j) * size + first, mask) for j in range(n)] for i in range(n)]
-        taps = [v for row in both_ways(k, A, square) for v in row]
+        taps = [v for row in transform_square(k, A, square) for v in row]
         for t, v in enumerate(reversed(taps) if flip else taps):
             for lane in range(k.lanes):
                 with k.when(first + lane < size):
