@@ -84,9 +84,9 @@ FUNCTION, FAILED, PROCESSES = 0, 1, 2
 
 
 def sum_share(k, y, partials, own, table, number, n, *, rank, count) -> None:
-    """y (n) = the sum of all ranks' gradients of shard `number`, in rank order, and partials (chunks) = sums of its squares. `own`
-    (n): this rank's gradient; the other ranks' are read a chunk at a time into this thread's scratch (L2): DRAM is read once and
-    not written. `table`: see FUNCTION, FAILED, PROCESSES."""
+    """The kernel: y (n) = the sum of all ranks' gradients of shard `number`, in rank order, and partials (chunks) = sums of its
+    squares. `own` (n): this rank's gradient; the other ranks' are read a chunk at a time into this thread's scratch, [rank][CHUNK]
+    (L2): DRAM is read once and not written. `table`: see FUNCTION, FAILED, PROCESSES."""
     others, received = count - 1, k.thread_scratch()
     with k.parallel_for((n + CHUNK - 1) // CHUNK) as chunk:
         begin, end = chunk * CHUNK, k.min((chunk + 1) * CHUNK, n)

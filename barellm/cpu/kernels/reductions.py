@@ -164,9 +164,9 @@ def add_partials(k, total, partials, n) -> None:
 
 
 def clip_scale(k, clip, skipped, loss_scale, totals, n, *, limit) -> None:
-    """clip (2) = [norm, min(1, limit / norm)], norm = sqrt(sum of totals (n)); `limit` 0: no clipping. A norm that is not finite
-    makes the factor NaN and counts in skipped (1). Gradients are multiplied by the loss scale, so both are divided by it. Then
-    `loss_scale` (2) = [its power of two, good steps since it changed] is updated: halved after a bad step, doubled after
+    """The kernel: clip (2) = [norm, min(1, limit / norm)], norm = sqrt(sum of totals (n) fp64); `limit` 0: no clipping. A norm that
+    is not finite makes the factor NaN and counts in skipped (1). Gradients are multiplied by the loss scale, so both are divided by
+    it. Then `loss_scale` (2) = [its power of two, good steps since it changed] is updated: halved after a bad step, doubled after
     GROWTH_STEPS good ones; None: no scaling."""
     with k.parallel_for(1):
         acc = k.var(k.const(0.0, "double"))

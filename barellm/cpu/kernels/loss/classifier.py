@@ -41,8 +41,8 @@ def lower_with_gradients(op: Op, c: Lowering) -> None:
 @lowering("classifier_loss", "softcapped_classifier_loss", also={"weight": PLANES, "targets": "i32"})
 @lowering("quantized_classifier_loss", also={"codes": "u4 i8", "targets": "i32"})
 def lower(op: Op, c: Lowering, *, gradients: bool = False) -> None:
-    """For each chunk of CHUNK tokens: the logits, their losses and with `gradients` also their gradients, in place; then dx and
-    dweight from these; at the end the totals of the losses. A quantized head (`weight` None) has losses only."""
+    """Append, for each chunk of CHUNK tokens: the logits (CHUNK, V), their losses and with `gradients` also their gradients, in
+    place; then dx and dweight from these; at the end the totals of the losses. A quantized head (`weight` None) has losses only."""
     x, weight, loss = op.x, op.inputs.get("weight"), SOFTCAPPED if op.name.startswith("softcapped") else PLAIN
     transposed = op.attrs.get("transposed", False)
     width = int(x.shape[-1])

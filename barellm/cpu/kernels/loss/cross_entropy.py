@@ -56,8 +56,8 @@ def sum_above(k, logits, valid: int, top) -> Value:
 
 
 def write_gradient(k, dlogits, logits, target, lse, loss_factor, *, V: int, valid: int, mode: str) -> None:
-    """Store or add (`mode`) one row of the gradient: dlogits (V) = (softmax - onehot) * inv_targets * loss_factor, softmax =
-    exp(logits - lse); zero where the target is ignored (-1), and from `valid` on (padding). `loss_factor`: loss scale, None: 1.
+    """One row of the gradient, dlogits (V) = (softmax - onehot) * inv_targets * loss_factor, stored or added (`mode`), with softmax
+    = exp(logits - lse); zero where the target is ignored (-1), and from `valid` on (padding). `loss_factor`: loss scale, None: 1.
     dlogits may alias the logits."""
     counted = target >= 0
     scale = k.to(k.scalar("inv_targets"), "float")

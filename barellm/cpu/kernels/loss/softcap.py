@@ -62,8 +62,9 @@ class Target:
 
 
 def targets_of(k, logits, targets, row, row_begin, *, cap: Cap | None, predict: int, length: str | int) -> list[Target]:
-    """Load the `predict` targets of a row, which are the tokens that follow it; one beyond the end of the row's sequence does not
-    count. `logits` points to the row's first logit, `targets` to the target of the call's row 0."""
+    """Load the `predict` targets of a row, the tokens that follow it; one beyond the end of the row's sequence (`length`) does not
+    count. `logits` points to the row's first logit; `targets` (i32) to the target of the call's row 0; `row_begin`: that row's
+    number in the run."""
     seq = k.scalar(length) if isinstance(length, str) else k.int(length)
     position, result = (row_begin + row) % seq, []
     for ahead in range(predict):
@@ -90,9 +91,9 @@ def sum_values(values) -> Value:
 
 
 def log_sum_exp(k, logits, exponentials, valid: int, cap: Cap | None) -> tuple[Value, Value]:
-    """(ln(sum(exp(z))), sum(exp(z - shift))) over the `valid` columns of a row. The shift is the cap's scale, which bounds z, or
-    without a cap the row's maximum. `exponentials` (V), if given, is filled with exp(z - shift) dz/dx / steepness: divided by the
-    second sum it is softmax times slope."""
+    """(ln(sum(exp(z))), sum(exp(z - shift))) over the `valid` columns of a row of logits (V). The shift is the cap's scale, which
+    bounds z, or without a cap the row's maximum. `exponentials` [V] fp32 of scratch, if given, is filled with exp(z - shift) dz/dx
+    / steepness: divided by the second sum it is softmax times slope."""
     shift = highest(k, logits, valid) if cap is None else k.to(cap[0], "float")
     shift_vector = k.splat(shift)
 
@@ -115,9 +116,9 @@ def write_loss(k, losses, nexts, row, row_targets: list[Target], lse) -> None:
 def write_gradient(
     k, dlogits, row_targets: list[Target], lse, scale, softmax_gradient: Vector, *, V: int, valid: int, mode: str
 ) -> None:
-    """Store or add (`mode`) one row of the gradient, (sum of weights * softmax - weight of the column) * slope * scale, where only
-    the targets' columns have a weight. softmax_gradient(column, mask) gives a vector of the first term alone, which is written to
-    all columns; then the targets' columns are overwritten. Padding becomes zero. dlogits may alias the logits."""
+    """One row of the gradient, dlogits (V) = (sum of weights * softmax - weight of the column) * slope * scale, stored or added
+    (`mode`); only the targets' columns have a weight. softmax_gradient(column, mask) gives a vector of the first term alone, which
+    is written to all columns; then the targets' columns are overwritten. Padding becomes zero. dlogits may alias the logits."""
     target_gradients = []  # before the loop below overwrites what they are made of
     for t in row_targets:
         p = k.lane(exp(k, k.splat(t.z - lse)), 0)
@@ -159,8 +160,8 @@ def row_losses(k, lse, losses, nexts, logits, targets, row_begin, row_limit, *, 
 def row_losses_and_gradients(
     k, losses, nexts, logits, targets, loss_scale, row_begin, row_limit, *, V, valid, dims, inner, cap, **more
 ) -> None:
-    """Forward and backward pass in one: losses and nexts as in `row_losses`, and the gradient, which overwrites the logits while
-    their row is in the cache. `loss_scale`: the state of dynamic loss scaling, None: off."""
+    """The kernel of a forward and backward pass in one: losses and nexts (rows) as in `row_losses`, and the gradient, which
+    overwrites the logits (rows, V) while their row is in the cache. `loss_scale`: the state of dynamic loss scaling, None: off."""
     factor, exponentials = factor_of(k, loss_scale, cap), k.thread_scratch()
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         src = logits.at(row * V)
@@ -177,8 +178,9 @@ def row_losses_and_gradients(
 def row_gradients(
     k, dlogits, logits, targets, lse, loss_scale, scale, row_begin, row_limit, *, V, valid, dims, inner, cap, mode, **more
 ) -> None:
-    """Backward pass: store or add (`mode`) the gradient dlogits, from logits, targets and the forward pass's lse. With a `scale`
-    (1), dlogits are stored as FP8 codes relative to it. `loss_scale`: the state of dynamic loss scaling, None: off."""
+    """The kernel of the backward pass: dlogits (rows, V), stored or added (`mode`), from logits, targets and the forward pass's lse
+    (rows). With a `scale` (1), dlogits are stored as FP8 codes relative to it. `loss_scale`: the state of dynamic loss scaling,
+    None: off."""
     factor = factor_of(k, loss_scale, cap, scale)
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         src, row_lse = logits.at(row * V), lse.get(row)

@@ -32,8 +32,8 @@ def sums_over(k, M: int, terms: Callable[[Any, Value | None], list[Value]], coun
 
 @kernel("group_norm", constants=lambda op: {**shape_of(op), "eps": float(op.eps)})
 def group_norm(k, y, mean, rstd, x, weight, bias, *, dims, count, channels, pixels, groups, eps) -> None:
-    """y = (x - mean) rstd weight + bias, with mean and rstd of each group of channels of each image. The variance is the mean of (x
-    - mean)^2: three passes over a row in the cache."""
+    """The kernel: y (N, channels, H, W) = (x - mean) rstd weight + bias; writes mean and rstd (N, groups) fp32 of each group of
+    channels of each image. The variance is the mean of (x - mean)^2: three passes over a row in the cache."""
     group_channels = channels // groups
     M = group_channels * pixels
     with k.parallel_range(k.num_elements(dims, count) * groups, row_grain(M)) as (begin, end), k.loop(begin, end) as row:
@@ -60,8 +60,9 @@ def group_norm(k, y, mean, rstd, x, weight, bias, *, dims, count, channels, pixe
 
 @kernel("group_norm_dx", constants=shape_of)
 def group_norm_dx(k, dx, dy, x, weight, mean, rstd, *, dims, count, channels, pixels, groups, mode_dx) -> None:
-    """dx = rstd (dn - mean(dn) - n mean(dn n)), dn = dy weight, n = (x - mean) rstd; the means are over a group of an image. The
-    weight is constant in a channel, so it multiplies a channel's sums. In mode "add", dx is added."""
+    """The kernel: dx (N, channels, H, W) = rstd (dn - mean(dn) - n mean(dn n)), dn = dy weight, n = (x - mean) rstd; the means are
+    over a group of an image; mean and rstd from `group_norm`. The weight is constant in a channel, so it multiplies a channel's
+    sums. dx is stored or added (mode_dx)."""
     group_channels = channels // groups
     M = group_channels * pixels
     with k.parallel_range(k.num_elements(dims, count) * groups, row_grain(M)) as (begin, end), k.loop(begin, end) as row:
@@ -92,8 +93,8 @@ def group_norm_dx(k, dx, dy, x, weight, mean, rstd, *, dims, count, channels, pi
 def group_norm_dparams(
     k, dweight, dbias, dy, x, mean, rstd, *, dims, count, channels, pixels, groups, mode_dweight, mode_dbias
 ) -> None:
-    """dweight (channels) = sum of dy n, dbias = sum of dy (None: not stored), over images and pixels, n = (x - mean) rstd. A work
-    item is a channel, whose images are added in order."""
+    """The kernel: dweight (channels) = sum of dy n, dbias = sum of dy (None: not stored), over images and pixels, n = (x - mean)
+    rstd. A work item is a channel, whose images are added in order."""
     group_channels = channels // groups
     with k.parallel_for(channels) as channel:
         weight_sum, bias_sum = k.var(0.0), k.var(0.0)

@@ -179,8 +179,9 @@ def norm_dparams(op: Op, c: Lowering) -> None:
 
 
 def norm_backward(k, partials, dx, rounded, dy, x, weight, mean, rstd, *, C, count, sums, dims, inner, mode_dx) -> None:
-    """dx, rounded to bf16 too where `rounded` is given, and partials (chunks, count, C) of the sums over rows that `sums` names:
-    dweight, dbias, and dx_sum (of dx). dy and dx are read once. Results that exceed the caches are stored non-temporally."""
+    """The kernel of both norms' whole backward pass: dx (rows, C), `rounded` = dx in bf16 where given, and partials (chunks, count,
+    C) fp32 of the sums over rows that `sums` names: dweight, dbias, and dx_sum (of dx). dy and dx are read once. `mean` None:
+    RMSNorm. Results that exceed the caches are stored non-temporally."""
     rows = k.num_elements(dims) * inner
     store_group = loops.ROW_UNROLL if C % (loops.ROW_UNROLL * k.lanes) == 0 else 1
     results = [(dx, loops.exceeds_caches(k, rows, C, dx) if mode_dx == "store" else None)]

@@ -24,8 +24,8 @@ def finite(k, top) -> Value:
 
 
 def softmax(k, y, x, *, C, scale, dims, inner) -> None:
-    """y = softmax(scale x) of each row. A row is read once from memory: it stays in registers (`short_row`), or its exponentials in
-    the L2 (`cached_row`). A longer one is read twice (`long_row`, online softmax)."""
+    """The kernel: y (rows, C) = softmax(scale x) of each row. A row is read once from memory: it stays in registers (`short_row`),
+    or its exponentials in the L2 (`cached_row`). A longer one is read twice (`long_row`, online softmax)."""
     rows = k.num_elements(dims) * inner
     nontemporal = exceeds_caches(k, rows, C, y)
     with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
@@ -44,7 +44,7 @@ def power(k, x, top, scale: float) -> Value:
 
 
 def short_row(k, dst, src, C: int, scale: float, nontemporal) -> None:
-    """dst = softmax(scale src) of a row that stays in registers, as {column: vector}; masked lanes are -inf (exponential 0)."""
+    """dst (C) = softmax(scale src) of a row that stays in registers, as {column: vector}; masked lanes are -inf (exponential 0)."""
     row: dict[int, Value] = {}
     maxima: Value | None = None
     for c, mask in k.columns(C):
@@ -63,7 +63,7 @@ def short_row(k, dst, src, C: int, scale: float, nontemporal) -> None:
 
 
 def cached_row(k, dst, src, C: int, scale: float, nontemporal) -> None:
-    """dst = softmax(scale src) of a row (C) whose exponentials stay in the thread's scratch until their sum is known."""
+    """dst (C) = softmax(scale src) of a row whose exponentials stay in the thread's scratch [C] fp32 until their sum is known."""
     top, exponentials = k.splat(highest(k, src, C)), k.thread_scratch()
 
     def term(c, mask):
@@ -77,8 +77,8 @@ def cached_row(k, dst, src, C: int, scale: float, nontemporal) -> None:
 
 
 def long_row(k, dst, src, C: int, scale: float, nontemporal) -> None:
-    """dst = softmax(scale src) of a row, online (Milakov and Gimelshein 2018): a first pass over blocks keeps the maximum so far
-    and the sum of exponentials relative to it, which is rescaled when the maximum grows; a second pass recomputes them."""
+    """dst (C) = softmax(scale src) of a row, online (Milakov and Gimelshein 2018): a first pass over blocks keeps the maximum so
+    far and the sum of exponentials relative to it, which is rescaled when the maximum grows; a second pass recomputes them."""
     top, total = k.var(float("-inf")), k.var(0.0)
 
     def add_block(columns, size: int) -> None:

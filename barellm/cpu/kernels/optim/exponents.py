@@ -22,7 +22,8 @@ def elements_per_chunk(k, n) -> Value:
 
 
 def exponent_stats(k, counts, sums, x, *, dims, width) -> None:
-    """For each chunk of x, one row of counts (chunks, 256) and of sums (chunks, 4), from the thread's TABLES tables of counters."""
+    """The kernel: for each chunk of x (`dims` times `width` elements), a row of counts (chunks, 256) i32 and of sums (chunks, 4)
+    fp32. The thread's TABLES tables of counters, [table][WIDTH] i32 in scratch, are zeroed before and added up after the chunk."""
     n = k.num_elements(dims) * width
     chunk_elements = elements_per_chunk(k, n)
     with k.parallel_for(k.ceil_div(n, chunk_elements)) as chunk:
@@ -63,7 +64,8 @@ def exponent_stats(k, counts, sums, x, *, dims, width) -> None:
 
 
 def combine_exponent_stats(k, counts, sums, partial_counts, partial_sums, *, dims, width) -> None:
-    """counts (256) and sums (4) = the sums of the chunks' rows (the maximum of their maxima), in the chunks' order, in double."""
+    """The kernel: counts (256) and sums (4) = the sums of the chunks' rows of partial_counts and partial_sums (the maximum of their
+    maxima), which `exponent_stats` wrote, in the chunks' order, in double."""
     n = k.num_elements(dims) * width
     with k.parallel_for(1):
         chunks = k.ceil_div(n, elements_per_chunk(k, n))
@@ -88,7 +90,7 @@ def result_region(out: Tensor) -> tuple[Region, str]:
 
 @lowering("exponent_stats", "measure", also={"x": PLANES, "counts": "i32"}, views="counts sums")
 def lower_exponent_stats(op: Op, c: Lowering) -> None:
-    """One call for a small tensor; else one row of results for each chunk, and a call that combines the rows."""
+    """Append one call for a small tensor; else one row of results for each chunk, and a call that combines the rows."""
     outs: dict[str, Any] = {name: result_region(op.outputs[name]) for name in ("counts", "sums")}
     x, like = weight_operand(op.x), flat(op.x)
     c.thread_scratch(4 * (TABLES * WIDTH + UNROLL * c.isa.lanes))

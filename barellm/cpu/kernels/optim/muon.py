@@ -29,9 +29,9 @@ def each_matrix(op: Op, **operands) -> Iterator[dict[str, Any]]:
 
 
 def muon_momentum(k, m, u, partials, grad, clip, n, *, nesterov) -> None:
-    """m = momentum m + (1 - momentum) g, g being the clipped gradient; u = the new m, or with `nesterov` momentum m + (1 -
-    momentum) g once more; partials (chunks) = sums of squares of u, one for each CHUNK of elements, which is a work item. If the
-    norm is not finite, m stays and u is 0."""
+    """The kernel: m (n) = momentum m + (1 - momentum) g, g being the clipped gradient; u (n) = the new m, or with `nesterov`
+    momentum m + (1 - momentum) g once more; partials (chunks) = sums of squares of u, one for each CHUNK of elements, which is a
+    work item. If the gradient's norm is not finite, m stays and u is 0."""
     momentum, scale = k.scalar("momentum"), clip.get(1)
     finite = scale.equals(scale)  # NaN says that the gradient's norm is not finite
     momentum_vector, grad_factor = k.splat(momentum), k.splat((1.0 - momentum) * scale)
@@ -119,9 +119,10 @@ def column_means(k, means, x, rows, *, C) -> None:
 
 
 def scales_of_means(k, second, scales, means, clip, n, *, beta2, each) -> None:
-    """NorMuon's factors of the rows (or columns): second (n) = beta2 second + (1 - beta2) means; scales (n) = ratio / sqrt(second),
-    where the ratio is such that the scaled x has the norm of x. `means` (n): the mean squares of `each` elements. There are few, so
-    one thread does all, in double. If the gradient's norm is not finite, `second` stays."""
+    """The kernel of NorMuon's factors of rows or columns: second (n) = beta2 second + (1 - beta2) means; scales (n) = ratio /
+    sqrt(second), with the ratio that gives the scaled x the norm of x. means (n), from `row_means` or `column_means`: the mean
+    squares of `each` elements. There are few, so one thread does all, in double. If the gradient's norm is not finite, `second`
+    stays."""
     finite = clip.get(1).equals(clip.get(1))
     with k.parallel_for(1):
         sum_before, sum_after = k.var(k.const(0.0, "double")), k.var(k.const(0.0, "double"))
@@ -158,9 +159,10 @@ def lower_scales(op: Op, c: Lowering) -> None:
 def muon_update(
     k, param, param_lo, x, clip, scales, rows, *, C, by_column, rate, lr_scale, scale, weight_decay, squared, cautious
 ) -> None:
-    """param = (1 - lr weight_decay) param - lr scale x in one pass, lr = the run-time scalar named `rate` times `lr_scale`.
-    `scales`: NorMuon's factor for each row of x, or each column if `by_column`; None: 1. `squared`: the decay is lr^2 scale
-    weight_decay instead. `cautious`: an element decays only where its update has the weight's sign (both shrink it)."""
+    """The kernel: param (rows, C) = (1 - lr weight_decay) param - lr scale x in one pass, lr = the run-time scalar named `rate`
+    times `lr_scale`. `param_lo`: a weight's second plane (storage.py), or None. `scales`: NorMuon's factor for each row of x, or
+    each column if `by_column`; None: 1. `squared`: the decay is lr^2 scale weight_decay instead. `cautious`: an element decays only
+    where its update has the weight's sign (both shrink it)."""
     lr = k.scalar(rate) * lr_scale
     decay_fp64 = lr * lr * (weight_decay * scale) if squared else lr * weight_decay  # Adam-like modded-nanogpt decay, or AdamW's
     shrink, decay, size = k.splat(1.0 - decay_fp64), k.splat(decay_fp64), k.splat(lr * scale)

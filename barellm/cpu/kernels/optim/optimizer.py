@@ -26,11 +26,11 @@ def power(k, base: float, exponent) -> Value:
 def adamw(
     k, param, param_lo, m, v, grad, clip, n, stream, first, *, beta1, beta2, eps, weight_decay, lr_scale, cautious, bf16
 ) -> None:
-    """AdamW of `n` elements: param = p (1 - lr wd) - lr m^ / (sqrt(v^) + eps), lr = the run-time scalar times `lr_scale`; the
-    step's factors are computed in double. `cautious` (modded-nanogpt): u = lr m^ / (sqrt(v) + eps) with the second bias correction
-    in lr, then p - u - (lr^2 wd p where u makes p smaller). With a `stream` 16-bit moments are rounded stochastically, by its
-    random bits from element `first` on. `bf16`: the new weight is rounded to it. `param_lo`: a weight's second plane (storage.py),
-    or None."""
+    """The kernel: AdamW of `n` elements, param = p (1 - lr wd) - lr m^ / (sqrt(v^) + eps), lr = the run-time scalar times
+    `lr_scale`; m, v (n): moments (storage.py), which are updated; grad, clip: as the module says. The step's factors are computed
+    in double. `cautious` (modded-nanogpt): u = lr m^ / (sqrt(v) + eps) with the second bias correction in lr, then p - u - (lr^2 wd
+    p where u makes p smaller). With a `stream` 16-bit moments are rounded stochastically, by its random bits from element `first`
+    on. `bf16`: the new weight is rounded to it. `param_lo`: a weight's second plane, or None."""
     lr, step = k.scalar("lr"), k.scalar("step")
     lr = lr if lr_scale == 1.0 else lr * lr_scale
     step_size, root = lr / (1.0 - power(k, beta1, step)), k.sqrt(1.0 - power(k, beta2, step))

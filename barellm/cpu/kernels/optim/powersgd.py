@@ -8,7 +8,7 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import Lowering, Op, Value, lowering, part
-from barellm.cpu.kernels.loops import GRAIN, columns, groups, new_accumulators, tree_reduce, vectors
+from barellm.cpu.kernels.loops import GRAIN, columns, groups, new_accumulators, pieces, tree_reduce, vectors
 from barellm.cpu.kernels.reductions import CHUNK_ROWS, CHUNKS, add_chunks, chunks_of_rows, rows_per_chunk
 from barellm.program.integers import round_up
 
@@ -22,18 +22,14 @@ def tiles(k, begin, end, rank: int, tile: tuple[int, int]) -> Iterator[tuple[Val
     """(row, number of rows, column, number of columns) of each tile of rows [begin, end) x the `rank` columns of a factor, as the
     loops of `loops`. `tile`: (rows, columns) of a full tile."""
     height, width = tile
-    full_columns = rank - rank % width
     for i, count in groups(k, begin, end, height):
-        if full_columns:
-            with k.loop(0, full_columns, width) as j:
-                yield i, count, j, width
-        if full_columns < rank:
-            yield i, count, full_columns, rank - full_columns
+        for j, size in pieces(k, rank, width):
+            yield i, count, j, size
 
 
 def factor_across(k, y, grad, error, f, *, rows, cols, rank) -> None:
-    """y (rank, rows) = (M f^T)^T, f (rank, cols): dot products along the rows of M = grad + error (rows, cols). In a tile M is read
-    once for all its rows of f."""
+    """The kernel: y (rank, rows) = (M f^T)^T, f (rank, cols): dot products along the rows of M = grad + error (rows, cols). In a
+    register tile M is read once for all its rows of f."""
     tile = ACROSS[k.isa.registers]
     with k.parallel_range(rows, round_up(max(1, GRAIN // cols), tile[0])) as (begin, end):
         for i, height, j, width in tiles(k, begin, end, rank, tile):
@@ -50,7 +46,8 @@ def factor_across(k, y, grad, error, f, *, rows, cols, rank) -> None:
 
 
 def factor_down(k, partials, grad, error, f, *, rows, cols, rank) -> None:
-    """partials (chunks, rank, cols) = f M over the rows of each chunk, M = grad + error (rows, cols), f (rank, rows)."""
+    """The kernel: partials (chunks, rank, cols) fp32 = f M over the rows of each chunk, M = grad + error (rows, cols), f (rank,
+    rows)."""
     with chunks_of_rows(k, partials, k.int(rows), cols, rank) as (dst, begin, end):
         assert dst is not None
         for i, height, j, width in tiles(k, begin, end, rank, DOWN[k.isa.registers]):
@@ -73,7 +70,7 @@ def add_factors(k, y, partials, *, rows, size) -> None:
 
 @lowering("factor", floats="fp32", also={"y": "bf16", "f": "bf16"}, spans="y f")
 def lower_factor(op: Op, c: Lowering) -> None:
-    """Call y = M f, or where the op is `transposed` M^T f: partial sums over chunks of rows, then their sum in order."""
+    """Append y = M f, or where the op is `transposed` M^T f: partial sums over chunks of rows, then their sum in order."""
     rows, cols = (int(n) for n in op.grad.shape)
     operands: dict[str, Any] = {"grad": op.grad, "error": op.error, "f": op.f}
     sizes = {"rows": rows, "cols": cols, "rank": op.attrs["rank"]}
@@ -161,44 +158,42 @@ TOGETHER = 2  # vectors of a row in a tile
 TALL = {16: 2, 32: 4}  # rows of a tile, for which a vector of the right factors is loaded once, by register count
 
 
+def vector_groups(k, cols: int) -> Iterator[list[tuple[Any, Value | None]]]:
+    """`for vectors in ...`: the vectors of a row, (first column, mask) each, TOGETHER at a time, then one by one."""
+    full_columns = cols - cols % (TOGETHER * k.lanes)
+    if full_columns:
+        with k.loop(0, full_columns, TOGETHER * k.lanes) as c:
+            yield [(c + j * k.lanes, None) for j in range(TOGETHER)]
+    for c, mask in k.columns(cols - full_columns):
+        yield [(full_columns + c, mask)]
+
+
 def feedback(k, grad, error, left_own, left_total, right_own, right_total, clip, *, rows, cols, rank) -> None:
-    """error = grad + error - left_own^T right_own, what this rank's factors leave out (error feedback); grad = left_total^T
-    right_total, the gradient that all ranks' factors give. Left factors (rank, rows), right ones (rank, cols). Nothing changes if
-    the norm is not finite."""
+    """The kernel: error (rows, cols) = grad + error - left_own^T right_own, what this rank's factors leave out (error feedback);
+    grad = left_total^T right_total, the gradient that all ranks' factors give. Left factors (rank, rows), right ones (rank, cols).
+    Nothing changes if the norm is not finite (`clip`)."""
     clip_scale, tile_rows = clip.get(1), TALL[k.isa.registers]
-
-    def update_tile(i, height: int, columns: list[tuple[Any, Value | None]]) -> None:
-        """Update error and grad in rows [i, i + height) x the vectors `columns`, (first column, mask) each, in registers."""
-        offsets = [[((i + a) * cols + c, mask) for c, mask in columns] for a in range(height)]
-        residuals = [[k.var(grad.load(*x) + error.load(*x)) for x in row] for row in offsets]
-        products = [new_accumulators(k, len(columns)) for _ in range(height)]
-        with k.loop(0, rank) as j:
-            own_columns, total_columns = ([f.load(j * cols + c, mask) for c, mask in columns] for f in (right_own, right_total))
-            for a in range(height):
-                left, left_all = (k.splat(f.get(j * rows + i + a)) for f in (left_own, left_total))
-                for residual, product, u, v in zip(residuals[a], products[a], own_columns, total_columns, strict=True):
-                    residual.value = k.fma(-left, u, residual.value)
-                    product.value = k.fma(left_all, v, product.value)
-        for row, row_residuals, row_products in zip(offsets, residuals, products, strict=True):
-            for x, residual, product in zip(row, row_residuals, row_products, strict=True):
-                error.store(residual.value, *x)
-                grad.store(product.value, *x)
-
-    def update_strip(begin, end, columns: list[tuple[Any, Value | None]]) -> None:
-        """Update all rows of a work item for some columns, so that the right factors' columns stay cached."""
-        for i, height in groups(k, begin, end, tile_rows):
-            update_tile(i, height, columns)
-
-    step = TOGETHER * k.lanes
-    full_columns = cols - cols % step
     grain = round_up(max(1, GRAIN // cols), tile_rows)
     # NaN says that the gradient's norm is not finite: no work items.
     with k.parallel_range(k.select(clip_scale.equals(clip_scale), k.int(rows), 0), grain) as (begin, end):
-        if full_columns:
-            with k.loop(0, full_columns, step) as c:
-                update_strip(begin, end, [(c + j * k.lanes, None) for j in range(TOGETHER)])
-        for c, mask in k.columns(cols - full_columns):
-            update_strip(begin, end, [(full_columns + c, mask)])
+        for vectors_of_row in vector_groups(k, cols):  # all rows for some columns: the right factors' columns stay cached
+            for i, height in groups(k, begin, end, tile_rows):  # a register tile: `height` rows x these vectors
+                offsets = [[((i + a) * cols + c, mask) for c, mask in vectors_of_row] for a in range(height)]
+                residuals = [[k.var(grad.load(*x) + error.load(*x)) for x in row] for row in offsets]
+                products = [new_accumulators(k, len(vectors_of_row)) for _ in range(height)]
+                with k.loop(0, rank) as j:
+                    own_columns, total_columns = (
+                        [f.load(j * cols + c, mask) for c, mask in vectors_of_row] for f in (right_own, right_total)
+                    )
+                    for a in range(height):
+                        left, left_all = (k.splat(f.get(j * rows + i + a)) for f in (left_own, left_total))
+                        for residual, product, u, v in zip(residuals[a], products[a], own_columns, total_columns, strict=True):
+                            residual.value = k.fma(-left, u, residual.value)
+                            product.value = k.fma(left_all, v, product.value)
+                for row, row_residuals, row_products in zip(offsets, residuals, products, strict=True):
+                    for x, residual, product in zip(row, row_residuals, row_products, strict=True):
+                        error.store(residual.value, *x)
+                        grad.store(product.value, *x)
 
 
 def keep_factor(k, q, total, clip, n) -> None:

@@ -43,9 +43,9 @@ def remember(k, history, sums, *, entries, per_target) -> None:
     "deviations": op.deviations, "per_target": op.per_target, **flat(op.x),
 })  # fmt: skip
 def float_bias(k, bias, sums, *, deviations, per_target, dims, width) -> None:
-    """bias (2) = [the exponent of the format's largest numbers, the number of calls so far]. The exponent is updated at calls
-    FIRST, 2 FIRST, 4 FIRST ... LAST, and then every LAST calls, from `sums` of x: the exponent of max |x| plus ABOVE, or with
-    `deviations` of mean |x| plus DEVIATIONS standard deviations."""
+    """The kernel: bias (2) = [the exponent of the format's largest numbers, the number of calls so far]. The exponent is updated at
+    calls FIRST, 2 FIRST, 4 FIRST ... LAST, and then every LAST calls, from `sums` (4) of x: the exponent of max |x| plus ABOVE, or
+    with `deviations` of mean |x| plus DEVIATIONS standard deviations."""
     with k.parallel_for(1):
         count = k.to(bias.get(1), "i64")
         doubling = (count >= FIRST) & (count < LAST) & (count & (count - 1)).equals(0)  # powers of two
@@ -71,10 +71,10 @@ def power(k, exponent) -> Value:
     "denormals": op.denormals, "per_target": op.per_target, **flat(op.y),
 })  # fmt: skip
 def round_floating(k, y, x, bias, *, denormals, per_target, dims, width) -> None:
-    """y = x (`per_target`: x / inv_targets) rounded to a float of FRACTION bits and EXPONENTS exponents up to bias[0], half away
-    from zero, saturating at the largest number; smaller numbers are denormals, or 0 without `denormals`. Normal numbers are rounded
-    in their bits: half a unit is added, and the rest cut off. For a denormal the fraction of its (small) multiple of the unit is
-    compared with a half, because a sum with a half could round."""
+    """The kernel: y = x (`per_target`: x / inv_targets), flat, rounded to a float of FRACTION bits and EXPONENTS exponents up to
+    bias[0] (`float_bias`), half away from zero, saturating at the largest number; smaller numbers are denormals, or 0 without
+    `denormals`. Normal numbers are rounded in their bits: half a unit is added, and the rest cut off. For a denormal the fraction
+    of its (small) multiple of the unit is compared with a half, because a sum with a half could round."""
     top_exponent = k.op("i32", f"fptosi {bias.get(0).typed} to i32")
     largest = k.splat(((top_exponent + 127) << 23) | ((1 << 23) - (1 << DROPPED)))  # fp32 bits
     least = k.splat((top_exponent + (127 - EXPONENTS + 1)) << 23)  # of the least normal number

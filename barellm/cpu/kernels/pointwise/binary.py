@@ -32,7 +32,7 @@ def pack_signs(k, words, x, *, K, dims, inner) -> None:
 
 @kernel("unpack_signs", constants=lambda op: {"K": op.columns, **shape_of(op.signs)}, also={"words": "i32"})
 def unpack_signs(k, signs, words, *, K, dims, inner, mode_signs) -> None:
-    """signs (rows, K) = 1 where the bit of words (rows, W) is set, else -1; stored or added (mode_signs)."""
+    """The kernel: signs (rows, K) = 1 where the bit of words (rows, W) i32 is set, else -1; stored or added (mode_signs)."""
     W = words_of(K)
     with k.parallel_range(k.num_elements(dims) * inner, row_grain(K)) as (begin, end), k.loop(begin, end) as row:
         dst, src = signs.at(row * K), words.at(row * W)

@@ -25,8 +25,8 @@ def logits_constants(op: Op) -> dict[str, Any]:
 
 
 def gate_logits(k, z, x, extra, weight, *, N, widths, strides, dims, inner) -> None:
-    """z (rows, N) = [x, extra] @ weight^T: a dot product of K columns for each of N gates; `widths`: columns of x and of extra.
-    From the second gate on the columns of a row are in L1."""
+    """The kernel: z (rows, N) fp32 = [x, extra] @ weight^T, weight (N, K): a dot product of K columns for each of N gates;
+    `widths`: columns of x and of extra. From the second gate on the columns of a row are in L1."""
     K = sum(widths)
     with k.parallel_range(k.num_elements(dims) * inner, loops.row_grain(N * K)) as (begin, end), k.loop(begin, end) as row:
         x_rows = [p.at(row * stride) for p, stride in zip((x, extra), strides, strict=False)]
@@ -48,8 +48,9 @@ def lower_gate_logits(op: Op, c: Lowering) -> None:
 def gate_logits_backward(
     k, partials, dx, dextra, dz, x, extra, weight, *, N, widths, strides, dstrides, modes, dims, inner
 ) -> None:
-    """[dx, dextra] = dz @ weight, and partials (chunks, N, K) = dz^T @ [x, extra] of each chunk of rows, in one pass. The sums of
-    few gates stay in registers, those of many in L1. `strides`: of the rows of x, extra; `dstrides`, `modes`: of dx, dextra."""
+    """The kernel: [dx, dextra] = dz @ weight, and partials (chunks, N, K) fp32 = dz^T @ [x, extra] of each chunk of rows, in one
+    pass. The sums of few gates stay in registers, those of many in L1. `strides`: of the rows of x, extra; `dstrides`, `modes`: of
+    dx, dextra."""
     K = sum(widths)
     starts = [sum(widths[:i]) for i in range(len(widths))]
     vectors = [(i, c, mask) for i, columns in enumerate(widths) for c, mask in k.columns(columns)]
@@ -78,7 +79,7 @@ def gate_logits_backward(
 
 @lowering("gate_logits_backward", starts="dx dextra dweight", also={"weight": PLANES}, views="x extra dx dextra")
 def lower_gate_logits_backward(op: Op, c: Lowering) -> None:
-    """Call the kernel with partial sums of dweight, then the sum of these in order."""
+    """Append the kernel with partial sums of dweight, then the sum of these in order."""
     results = [t for t in (op.dx, op.dextra) if t is not None]
     partials = lower_partials(c, op.x, op.weight.size)
     constants = logits_constants(op) | {
@@ -118,8 +119,9 @@ def gate_scale(k, factor, scale: float, *, squash: bool) -> tuple[Value, Value |
 
 
 def gated(k, y, base, x, z, factor, *, batch, seq, C, N, strides, scale, squash, shift, mode_y) -> None:
-    """y = base + gate * x[t - shift] (x before the sequence's begin: 0), gate = gate_scale * sigmoid(z), one for each group of
-    columns; `base` None: 0. A row's gates are computed first, into this thread's scratch."""
+    """The kernel: y (rows, C) = base + gate * x[t - shift] (x before the sequence's begin: 0), gate = gate_scale * sigmoid(z), z
+    (rows, N) fp32: one for each group of D = C / N columns; `base` None: 0. A row's gates are computed first, into this thread's
+    scratch."""
     T, D, stride = k.size(seq), C // N, dict(strides)
     rows, gates = k.size(batch) * T, k.thread_scratch()
     factor_scale, _ = gate_scale(k, factor, scale, squash=squash)
@@ -166,9 +168,9 @@ def gates_of(op: Op, c: Lowering) -> int:
 
 
 def gated_backward(k, partials, dx, dz, dy, x, z, factor, *, batch, seq, C, N, strides, scale, squash, shift, modes) -> None:
-    """dx[t - shift] = gate dy[t]; dz = gate_scale s (1 - s) dot, s = sigmoid(z) and dot = sum(dy x) over a group's columns;
-    partials (chunks) = sums of s dot, for the factor's gradient. dy is read once: dx of a group of columns and its dot product in
-    one pass. `modes`: of dx and dz."""
+    """The kernel: dx[t - shift] = gate dy[t]; dz (rows, N) = gate_scale s (1 - s) dot, s = sigmoid(z) and dot = sum(dy x) over a
+    group's columns; partials (chunks) = sums of s dot, for the factor's gradient. dy is read once: dx of a group of columns and its
+    dot product in one pass. Scratch: a row's sigmoids, then its dots. `modes`: of dx and dz."""
     T, D, stride = k.size(seq), C // N, dict(strides)
     rows, padded = k.size(batch) * T, -(-N // k.lanes) * k.lanes
     gates = k.thread_scratch()  # sigmoids of a row's gates, then `dots`, padded to vectors
@@ -182,42 +184,30 @@ def gated_backward(k, partials, dx, dz, dy, x, z, factor, *, batch, seq, C, N, s
             logits, dz_row = z.at(row * N), dz.at(row * N)
             dy_row, src, dst_row = (dy.at(row * C), x.at((row - shift) * stride["x"]), dx.at((row - shift) * stride["dx"]))
 
-            def store_dz(c, mask, value, dz_row=dz_row) -> None:
-                dz_row.store(loops.accumulate(k, dz_row, c, mask, k.to(value, k.vec), modes[1]), c, mask)
-
-            def group(n, dy_row=dy_row, src=src, dst_row=dst_row) -> None:
-                """Write dx of the columns of gate n, and dots[n] = their sum of dy x, which dz needs, in one pass over them."""
-                gate, sums = k.splat(gates.get(n)) * factor_scale, loops.new_accumulators(k, loops.ROW_UNROLL)
-                chains = cycle(range(loops.ROW_UNROLL))  # consecutive vectors go to different accumulators
-                for c, mask, put in loops.write_row(k, dst_row.at(n * D), D, nontemporal=nontemporal):
-                    column, chain = n * D + c, sums[next(chains)]
-                    d = dy_row.load(column, mask)
-                    chain.value = k.fma(d, src.load(column, mask), chain.value)
-                    put(loops.accumulate(k, dst_row, column, mask, d * gate, modes[0]))
-                dots.put(k.sum(loops.tree_reduce(sums, add)), n)
-
-            def gated_row(logits=logits) -> None:
-                """Write dx and dz of a row whose gates have an x, and add up its part of the factor's gradient."""
+            t = row % T if shift else None
+            for has_source in source_branches(k, None if t is None else t < shift):
+                if not has_source:
+                    for c, mask, _ in loops.columns(k, N):
+                        dz_row.store(loops.accumulate(k, dz_row, c, mask, k.to(0.0, k.vec), modes[1]), c, mask)
+                    continue
                 for c, mask, _ in loops.columns(k, N):
                     gates.store(sigmoid(k, logits.load(c, mask)), c, mask)
-                with k.loop(0, N) as n:
-                    group(n)
-                for c, mask, _ in loops.columns(k, N):
+                with k.loop(0, N) as n:  # dx of the columns of gate n, and dots[n] = their sum of dy x, which dz needs
+                    gate, sums = k.splat(gates.get(n)) * factor_scale, loops.new_accumulators(k, loops.ROW_UNROLL)
+                    chains = cycle(range(loops.ROW_UNROLL))  # consecutive vectors go to different accumulators
+                    for c, mask, put in loops.write_row(k, dst_row.at(n * D), D, nontemporal=nontemporal):
+                        column, chain = n * D + c, sums[next(chains)]
+                        d = dy_row.load(column, mask)
+                        chain.value = k.fma(d, src.load(column, mask), chain.value)
+                        put(loops.accumulate(k, dst_row, column, mask, d * gate, modes[0]))
+                    dots.put(k.sum(loops.tree_reduce(sums, add)), n)
+                for c, mask, _ in loops.columns(k, N):  # dz, and the row's part of the factor's gradient
                     s, dot = gates.load(c, mask), dots.load(c, mask)
                     if factor is not None:
                         total.value = k.fma(s, dot, total.value)
-                    store_dz(c, mask, factor_scale * (s * (1.0 - s)) * dot)
-
-            if not shift:
-                gated_row()
-            else:
-                t = row % T
-                first = t < shift  # positions whose gates have no x
-                with k.when(first):
-                    for c, mask, _ in loops.columns(k, N):
-                        store_dz(c, mask, 0.0)
-                with k.otherwise(first):
-                    gated_row()
+                    new_dz = factor_scale * (s * (1.0 - s)) * dot
+                    dz_row.store(loops.accumulate(k, dz_row, c, mask, new_dz, modes[1]), c, mask)
+            if t is not None:
                 last = dx.at(row * stride["dx"])  # of the last `shift` positions no gate reads x
                 with k.when(t >= T - shift):
                     for _, _, put in loops.write_row(k, last, C, nontemporal=None, mode=modes[0]):

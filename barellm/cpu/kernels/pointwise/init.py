@@ -25,9 +25,9 @@ def uniforms(k, first, second) -> tuple[Value, Value]:
 
 
 def random_init(k, param, param_lo, rows, columns, valid, stream, size_bits, *, normal: bool, bf16) -> None:
-    """param (rows, columns) = size * standard normals, or uniform numbers in (-1, 1); zero from element `valid` on. What differs
-    between parameters is given at run time, `size` as its fp32 bits (`size_bits`), so that all share the code. `stream`: the random
-    stream's number."""
+    """The kernel: param (rows, columns) = size * standard normals, or uniform numbers in (-1, 1); zero from element `valid` on.
+    What differs between parameters is given at run time, `size` as its fp32 bits (`size_bits`), so that all share the code.
+    `stream`: the random stream's number; `param_lo`: a weight's second plane (storage.py), or None."""
     size = k.splat(k.bitcast(k.to(size_bits, "i32"), "float"))
     key = random.sample_key(k, k.scalar("seed"), 0, 0, stream)
     weights = storage.Weight(k, param, param_lo, bf16)

@@ -30,7 +30,8 @@ def prefetch_streams(k, i, streams) -> None:
 
 @kernel("mix", constants=lambda op: {"numbers": op.numbers, **loops.flat(op.y)}, views=" ".join(COEFFICIENTS))
 def mix(k, y, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, dims, width, mode_y) -> None:
-    """y = the sum of k_i x_i over len(numbers) terms (1 to 4; further x_i and k_i are None), stored or added (mode_y)."""
+    """The kernel: y = the sum of k_i x_i over len(numbers) terms (1 to 4; further x_i and k_i are None), flat, stored or added
+    (mode_y)."""
     factors = [coefficient(k, number, p) for number, p in zip(numbers, (k0, k1, k2, k3), strict=False)]
     (first, first_factor), *others = zip((x0, x1, x2, x3), factors, strict=False)
     for i, mask, put in loops.elementwise(k, k.num_elements(dims) * width, y, unroll=4, mode=mode_y):
@@ -44,8 +45,8 @@ def mix(k, y, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, dims, width, mode_y) -
 
 
 def mix_backward(k, partials, dx0, dx1, dx2, dx3, dy, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, modes, C, dims, inner) -> None:
-    """dx_i = k_i dy, and partials (chunks, learned coefficients) = sum(dy x_i) over the rows of each chunk, in one pass that reads
-    dy once. `modes`: of dx0...; a dx that is not computed is None."""
+    """The kernel: dx_i = k_i dy, and partials (chunks, learned coefficients) fp32 = sum(dy x_i) over the rows of each chunk, in one
+    pass that reads dy once. `modes`: of dx0...; a dx that is not computed is None."""
     n = len(numbers)
     learned = [i for i in range(n) if numbers[i] is None]
     xs = (x0, x1, x2, x3)
@@ -81,7 +82,7 @@ def mix_backward(k, partials, dx0, dx1, dx2, dx3, dy, x0, x1, x2, x3, k0, k1, k2
 
 @lowering("mix_backward", starts=f"{DX} {DK}", views=f"{DK} {' '.join(COEFFICIENTS)}")
 def lower_mix_backward(op: Op, c: Lowering) -> None:
-    """Call the kernel with partial sums of the learned coefficients' gradients, then add these up in order."""
+    """Append the kernel with partial sums of the learned coefficients' gradients, then the sums of these in order."""
     numbers = op.numbers
     learned = [i for i, number in enumerate(numbers) if number is None]
     named = op.inputs | op.outputs

@@ -29,7 +29,7 @@ def swiglu(k, y, gate, up, *, name, F, strides, lines, dims, inner, mode_y) -> N
 
 
 def swiglu_backward(k, dgate, dup, dy, gate, up, *, name, F, strides, lines, dims, inner, mode_dgate, mode_dup) -> None:
-    """dgate = dy up act'(gate) and dup = dy act(gate), each stored or added (mode_dgate, mode_dup)."""
+    """The kernel: dgate = dy up act'(gate) and dup = dy act(gate), (rows, F), each stored or added (mode_dgate, mode_dup)."""
     stride, both = dict(strides), EMITTERS[name].both
     outs = [(dgate, stride["dgate"], mode_dgate), (dup, stride["dup"], mode_dup)]
     for row, columns in write_rows(k, k.num_elements(dims) * inner, F, outs, lines=lines):
