@@ -49,7 +49,7 @@ def quantize_programs(programs: Mapping[str, Program], weights: str) -> dict[str
     return found
 
 
-def quantize_frozen(programs: Mapping[str, Program], weights: str) -> None:
+def quantize_frozen(programs: dict[str, Program], weights: str) -> None:
     """Rewrite the matmuls with frozen weights, and those of their input gradients, to read quantized weights (QLoRA, Dettmers et
     al. 2023). Embedding and head are not quantized. The matrices are put into `store.matrices`."""
     store = next(iter(programs.values())).store
@@ -60,8 +60,7 @@ def quantize_frozen(programs: Mapping[str, Program], weights: str) -> None:
                 if t.name not in store.matrices:
                     store.matrices[t.name] = _matrix(store, t, how)
                 p.ops[i] = _with_codes(op, store.matrices[t.name])
-    frozen = programs["init_frozen"]
-    frozen.ops = [op for op in frozen.ops if op.outputs["param"].name not in store.matrices]
+    del programs["init_frozen"]  # `CompiledModel.initialize` draws the whole base in a session of its own
     _leave_out(programs, store.matrices)
 
 
