@@ -19,8 +19,8 @@ Arrays = list[tuple[int, np.ndarray]]  # with their destination or source rank
 
 
 def sum_over_ranks(k, y, own, others, n, *, rank, count) -> None:
-    """The reduction of a reduce-scatter: y (n) = the sum of all ranks' gradients, in rank order; `own` (n) is this rank's, others
-    (count - 1, n) are the received ones."""
+    """;The sum of a reduce-scatter: y (n) = that of all ranks' gradients, in rank order;; `own` (n): this rank's, others (count -
+    1, n)."""
     for i, mask, put in loops.elementwise(k, n, y):
         terms = [others.load(n * j + i, mask) for j in range(count - 1)]
         terms.insert(rank, own.load(i, mask))

@@ -7,8 +7,7 @@ ACCUMULATORS = 12  # enough to hide a multiply-add's latency on two ports; 8 wit
 
 def peak(k, out, iterations, *, pair: bool) -> None:
     """The kernel of the peak FLOP/s: every thread does `iterations` times 2 x ACCUMULATORS independent vector multiply-adds, with
-    `pair` dot products of bf16 pairs, or tile products on AMX. `out` (threads, lanes) gets their sum, so that they are not
-    optimized away."""
+    `pair` dot products of bf16 pairs, or tile products on AMX. `out` (threads, lanes) gets their sum, which keeps them alive."""
     if pair and k.isa.tiles:
         amx.peak_loop(k, iterations)
         return
@@ -34,8 +33,7 @@ def peak_operations(isa, *, pair: bool) -> int:
 
 def move(k, sums, reads, writes, updates, iterations, *, mix, nontemporal: bool) -> None:
     """The kernel of the peak bandwidth: each of `iterations` reads, writes, and updates in place as many vectors as `mix` (read,
-    write, update) says, from three arrays. The sums of what is read go to `sums` (threads, lanes), so that the loads are not
-    optimized away."""
+    write, update) says, from three arrays. The sums of what is read go to `sums` (threads, lanes), which keeps the loads."""
     read, write, update = mix
     totals = [k.var_vec(0.0) for _ in range(4)]
     with k.parallel_range(iterations, 4096) as (begin, end), k.loop(begin, end) as i:

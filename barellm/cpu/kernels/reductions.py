@@ -58,8 +58,7 @@ def combine_sums(k, out, partials, *, C, stride, dims, inner, mode) -> None:
 
 
 def add_chunks(k, out, partials, chunks, C: int, stride: int, mode: str) -> None:
-    """out (C) = the sum over `chunks` of partials[chunk * stride + column], in order, stored or added (`mode`); columns in
-    parallel."""
+    """out (C) = the sum over `chunks` of partials[chunk * stride + column], in order, stored or added (`mode`)."""
     with k.parallel_range(C, 4 * k.lanes) as (begin, end):
         for c, mask, _ in loops.vectors(k, begin, end, unroll=1):
             total = k.var(k.to(0.0, k.vec))

@@ -89,8 +89,7 @@ class Moment:
     dtype: str
 
     def load(self, index=0, mask=None) -> Value:
-        """Load the vector at `index` as fp32 lanes: as it is, or its codes with fp32's exponent bias and dropped mantissa bits
-        0."""
+        """Load the vector at `index` as fp32 lanes: as it is, or its codes with fp32's bias and mantissa."""
         if self.p.dtype == "fp32":
             return self.p.load(index, mask)
         k, f = self.k, moments.FORMATS[self.dtype]

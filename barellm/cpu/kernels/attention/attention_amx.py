@@ -18,9 +18,8 @@ def round_to_tiles(k, g, num_keys) -> Value:
 
 
 def row_pairs(k, g, partly_masked, make_mask: Callable[[], LaneMask]) -> Iterator[tuple[Value, LaneMask | None]]:
-    """(first row, mask) of each VNNI pair of rows of a register tile of scores in memory: a loop as those of loops.py, whose body
-    is emitted twice. Tiles that are `partly_masked` (i1, at run time) take the copy with is_visible of make_mask() (`tile_mask`),
-    others the one without a mask (None)."""
+    """(first row, mask) of each VNNI pair of rows of a tile of scores in memory: a loop as those of loops.py, emitted twice. Tiles
+    that are `partly_masked` (i1, at run time) get is_visible of make_mask() (`tile_mask`), others None."""
     with k.when(partly_masked):
         is_visible = make_mask()
         with k.loop(0, g.rows, ROW_PAIR) as r:

@@ -30,8 +30,7 @@ SMALL_KEY_BLOCK = 64  # of a work item of two passes, where those of KEY_BLOCK a
 
 
 def attention_delta(k, delta, out, dout, *, batch, seq, heads, D, mask_spec) -> None:
-    """delta (B, heads, T) fp32 = the sum over each head's D channels of dout * out, both (B, T, heads * D): the term that the
-    softmax's gradient subtracts."""
+    """delta (B, heads, T) fp32 = sum(dout * out) over each head's D channels, both (B, T, heads * D); see the module's formulas."""
     C, T = heads * D, mask_spec.length(k, seq)
     with k.parallel_range(k.size(batch) * T, 32) as (begin, end), k.loop(begin, end) as token:
         target = delta.at(token // T * (heads * T) + token % T)
@@ -153,8 +152,7 @@ def append_delta(op: Op, c: Lowering, shape: dict[str, Any]) -> dict[str, Any]:
 
 @lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv", also={"starts": "i32"})
 def lower_attention_backward(op: Op, c: Lowering) -> None:
-    """Append `attention_delta`, then the schedule: one block for short sequences, windowed, or both passes, between which the
-    kernels choose at run time."""
+    """Append `attention_delta`, then the schedule: one block for short sequences, windowed, or both passes (chosen at run time)."""
     shape, length = dense_constants(op), op.fold * int(op.out.shape[1])
     shape["strides"] += tuple(t.row_stride for t in (op.dq, op.dk, op.dv))
     modes = tuple(op.modes[name] for name in ("dq", "dk", "dv"))

@@ -17,9 +17,9 @@ from barellm.program.integers import round_up
 
 
 def scratch_units(g, rate: float, length: int, *, shared: bool, bounded: bool, capped: bool) -> dict[str, int]:
-    """Sizes of the scratch blocks of a BackwardHead, in 32-bit units. Accumulators (fp32): "dq" of `length` queries, "dk" and "dv"
-    [key][g.padded_D] of a block of keys, or of `length` keys for grouped queries (`shared`). `rate` of dropout; `bounded`: windows
-    or documents; `capped`: softcap."""
+    """Sizes of a BackwardHead's scratch blocks in 32-bit units. Accumulators (fp32): "dq" of `length` queries, "dk" and "dv"
+    [key][g.padded_D] of a block of keys, or with grouped queries (`shared`) of `length`. `rate` of dropout; `bounded`: windows or
+    documents; `capped`: softcap."""
     kv_length = round_up(length, micro.KEY_BLOCK) if shared else micro.KEY_BLOCK
     return {
         "rows": g.rows_units(g.queries),
@@ -47,8 +47,7 @@ def scratch_units(g, rate: float, length: int, *, shared: bool, bounded: bool, c
 
 @contextmanager
 def query_heads(k, group: int) -> Iterator[Value]:
-    """Loop over the `group` query heads that share a head of keys (GQA); yields the index in the group. No loop for a group of
-    one."""
+    """Loop over the `group` query heads that share a head of keys (GQA); yields the index in the group. One: no loop."""
     with k.loop(0, group) if group > 1 else nullcontext(k.int(0)) as index:
         yield index
 

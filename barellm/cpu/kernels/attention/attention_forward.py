@@ -36,8 +36,8 @@ def groups_per_block(g) -> int:
 
 def select_query_block(k, g, count, T) -> tuple[Value, Value]:
     """(queries of a work item, work items of a head): QUERY_BLOCK queries, which share the packing of K and V, where that leaves
-    four work items for each thread, else one group, for load balance. `count`: heads of all sequences, of T queries each. No bit of
-    the result depends on it."""
+    four items a thread, else one group, for load balance. `count`: heads of all sequences, of T queries each. No bit depends on
+    it."""
     large = groups_per_block(g) * g.queries
     enough = (count * k.ceil_div(T, large)) >= (k.threads * 4)
     block = k.select(enough, k.int(large), k.int(g.queries))
@@ -120,11 +120,10 @@ def online_softmax_step(
     k, g, s, group, v_block, begin, num_keys, softmax_scale_log2, tile_mask: micro.TileMask, fill: Callable[[], None] | None = None,
     start: Start | None = None, capped: Capped = lambda x: x,
 ) -> None:  # fmt: skip
-    """Add the packed keys [begin, num_keys) of a block to the softmax of a group of queries: m' = max(m, scores), alpha = exp(m -
-    m'), sum = alpha sum + p, acc = alpha acc + V^T p. Updates s["stats"] [maximum, sum][g.queries] and s["acc"] [D][queries] fp32.
-    `v_block`: V as `pack_left` returned it; s["k"] and s["q"]: packed K and Q. tile_mask(j): `tile_mask` of the tile from row j on;
-    fill() writes dropout's multipliers to s["keep"]; start(j): the tile's initial scores (position bias), None: zero; `capped`:
-    softcap."""
+    """Add the packed keys [begin, num_keys) of a block to a group's softmax: m' = max(m, scores), alpha = exp(m - m'), sum = alpha
+    sum + p, acc = alpha acc + V^T p. Updates s["stats"] [maximum, sum][g.queries] and s["acc"] [D][queries] fp32. `v_block`: V as
+    `pack_left` returned it; s["k"] and s["q"]: packed K and Q. tile_mask(j): `tile_mask` of the tile from row j on; fill() writes
+    dropout's multipliers to s["keep"]; start(j): the tile's initial scores (position bias), None: zero; `capped`: softcap."""
     stats = s["stats"].at(group * (2 * g.queries))
     transposed, acc = s["q"].at(group * g.transposed_units), s["acc"].at(group * g.accumulator_units())
     for v, top in enumerate(score_key_block(k, g, s, transposed, begin, num_keys, tile_mask, start, capped)):
@@ -182,8 +181,7 @@ def score_key_block(
 
 
 def store_scores(k, g, tile, target, top) -> None:
-    """Store a register tile of scores, values [key][vector], to target [key][g.queries] fp32, and update each query's maximum
-    `top`, g.vectors vectors."""
+    """Store a register tile of scores [key][vector] to target [key][g.queries] fp32; update each query's maximum `top`."""
     for v in range(g.vectors):
         best = top[v].value
         for r, row in enumerate(tile):
@@ -272,8 +270,7 @@ def cache_row_of(k, sequence, T, pos, slots, length: int) -> tuple[Value, Value]
 
 def append_to_caches(k, k_cache, v_cache, keys, values, positions, slots, *, batch, seq, C, length, strides) -> None:
     """Copy keys and values (batch, T, C) into rows [pos, pos + T) of each sequence in the caches (rows, length, C). `positions` (B,
-    T) i32 or None: the scalar pos; `slots` (B,) i32: the cache row of a sequence, or None (`cache_row_of`). `strides`: of keys and
-    values."""
+    T) i32 or None: the scalar pos; `slots` (B,) i32: the cache row of a sequence, or None (`cache_row_of`). `strides`: of both."""
     T, first_positions = k.size(seq), k.scalar("pos") if positions is None else positions
     with k.parallel_for(k.size(batch) * T) as token:
         cache_row, pos = cache_row_of(k, token // T, T, first_positions, slots, length)

@@ -119,8 +119,7 @@ class KeyRange:
         return first
 
     def query_end(self, k, key) -> Value:
-        """The end (exclusive) of the queries that see `key`: by its window, or by binary search in `starts` (ascending) that of its
-        document."""
+        """The end (exclusive) of the queries that see `key`: by its window, or by binary search in `starts` of its document."""
         window_end = self.T if self.window is None else k.min(key + self.window + 1, self.T)
         if self.starts is None:
             return window_end

@@ -149,9 +149,8 @@ def kv_head_of(head, heads: int, kv_heads: int) -> Value:
 
 
 def pack_tile(k, g, source, count, total, dst) -> None:
-    """Pack rows [0, count) of `source` (HeadRows, any dtype, rows of D elements) into the scratch block dst of layout `rows`:
-    [total][ g.row_units] units, bf16 pairs along D or fp32. Columns from D to g.padded_D and rows from `count` to `total` become
-    zero."""
+    """Pack rows [0, count) of `source` (HeadRows of D elements, any dtype) into the scratch block dst of layout `rows`,
+    [total][g.row_units] units. Columns from D to g.padded_D and rows from `count` to `total` become zero."""
     with k.loop(0, count) as t:
         row, target = source[t], dst.at(t * g.row_units)
         for c, mask in k.columns(g.D):
@@ -172,8 +171,7 @@ def pack_tile(k, g, source, count, total, dst) -> None:
 
 def vnni_pack(k, g, rows, tokens, dst) -> Pointer:
     """Pack `tokens` (a multiple of g.pair) tokens of `rows`, a block written by `pack_tile`, into dst as a `vnni` block: row t / 2
-    has the bf16 pairs (t, t + 1) of each column. Returns the packed block; with fp32 units that is `rows` itself and nothing is
-    copied."""
+    has the bf16 pairs (t, t + 1) of each column. Returns the packed block: `rows` itself with fp32 units."""
     if g.pair == 1:
         return rows
     with k.loop(0, tokens, 2) as t:
@@ -222,8 +220,8 @@ def transpose_accumulator(k, g, transposed, dst, factor) -> None:
 
 
 def unpack_tile(k, g, rows, count, dst, factor, add=None) -> None:
-    """dst (count, D) in memory, converted to its dtype, = `factor` times fp32 rows [count][g.padded_D] of scratch; plus the old dst
-    where `add` (i1; None: never)."""
+    """dst (count, D) in memory, converted to its dtype, = `factor` times fp32 rows [count][g.padded_D] , plus the old dst where
+    `add` (i1, or None)."""
     with k.loop(0, count) as t:
         row, target = rows.at(t * g.padded_D), dst[t]
         for c, mask in k.columns(g.D):
@@ -305,8 +303,7 @@ def score_tile_amx(k, g, rows, first, transposed, dst) -> None:
 def accumulate_transposed(k, g, acc, vnni, right, begin, end, factor=None) -> None:
     """acc [D][queries] fp32 = acc * factor + X^T R over the tokens [begin, end): the GEMM of P V and dS K, transposed. X (tokens,
     D) was packed by `pack_left`; R (tokens, queries) has units along the tokens (`probabilities`, dS). `factor`: g.vectors vectors,
-    a lane for each query (the online softmax's rescaling), None: 1. `begin` is a Value or 0; on AMX both ends are multiples of
-    32."""
+    a lane for each query (the online softmax's rescaling), None: 1. `begin`: a Value or 0; AMX: multiples of 32."""
     tokens = end
     if isinstance(begin, Value):
         vnni, right = vnni.at(begin // g.pair * g.padded_D), right.at(begin // g.pair * g.queries)
@@ -440,8 +437,8 @@ class Dropout:
 
     def fill(self, k, g, dst, key, head, query, first, count) -> None:
         """dst [key][g.queries] fp32 = multipliers 0 or 1 / (1 - rate) of the keys [first, first + count) for the group of queries
-        from `query` on, by `key` (see `key`) and the query head. `first` is a multiple of 32 = 2 HALF: a call of threefry gives two
-        words, of keys that are HALF apart."""
+        from `query` on, by `key` (see `key`) and the query head. `first` is a multiple of 32 = 2 HALF: threefry gives two words, of
+        keys HALF apart."""
         rows = [k.splat((query + v * g.lanes) * self.heads + head) + k.iota() * self.heads for v in range(g.vectors)]
         with k.loop(0, count, 2 * HALF) as block, k.loop(0, HALF) as i:
             call = k.splat(((first + block) >> 1) + i)

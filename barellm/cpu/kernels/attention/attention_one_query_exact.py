@@ -71,8 +71,7 @@ def attend_one_query_exactly(k, g, q, keys, values, out, first, count, mask_spec
 
 
 def transpose_keys(k, g, keys, count, dst) -> None:
-    """dst [g.d_steps][g.queries] = g.queries keys (HeadRows in memory) as lanes, in units along D; the last of `count` keys is
-    repeated."""
+    """dst [g.d_steps][g.queries] = g.queries keys (HeadRows) as lanes, in units along D; the last of `count` is repeated."""
     with k.loop(0, g.queries, g.lanes) as t:
         rows = [keys[k.min(t + i, count - 1)] for i in range(g.lanes)]
         for c in range(0, g.d_steps, g.lanes):

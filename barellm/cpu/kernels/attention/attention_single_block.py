@@ -43,9 +43,8 @@ def forward_units(g) -> dict[str, int]:
 
 
 def backward_units(g, shared: bool) -> dict[str, int]:
-    """Sizes of the backward pass's scratch blocks, in 32-bit units, all for MAX_SEQ tokens. "p", "ds": (keys, queries) as bf16
-    pairs along the queries; "ds_vnni": along the keys. With grouped queries (`shared`) dk and dv, sums over heads, are fp32
-    [key][g.padded_D]."""
+    """Sizes of the backward scratch blocks in 32-bit units, for MAX_SEQ tokens. "p", "ds": (keys, queries) as bf16 pairs along the
+    queries; "ds_vnni": along the keys. With grouped queries (`shared`) dk and dv, sums over heads, are fp32 [key][g.padded_D]."""
     vnni = {name: g.vnni_units(MAX_SEQ) for name in ("q", "k", "do")}
     transposed = {name: g.d_steps * MAX_SEQ for name in ("q_transposed", "do_transposed")}
     # [key][MAX_SEQ / 2]; the last of them [key / 2][MAX_SEQ].
@@ -90,8 +89,8 @@ def pack_head(k, g, source, count, *, rows=None, transposed=None, vnni=None) -> 
 
 
 def store_tile_rows(k, g, tile, dst, first, c, count, factors) -> None:
-    """dst[first + r] (HeadRows), from column c on, = row r of a register tile, values [row][vector], times factors[r]; only rows
-    below `count`."""
+    """dst[first + r] (HeadRows), from column c on, = row r of a register tile [row][vector] times factors[r] (rows below
+    `count`)."""
 
     all_rows = (first + len(tile)) <= count
     for needs_check, branch in ((False, k.when), (True, k.otherwise)):
@@ -103,9 +102,8 @@ def store_tile_rows(k, g, tile, dst, first, c, count, factors) -> None:
 
 
 def gemm_rows(k, g, left: micro.BroadcastOperand, vnni, steps, dst, first, count, factors, *, add: bool = False) -> None:
-    """dst (HeadRows), rows [first, first + g.rows) below `count`, = factors[r] (L @ X), or with `add` dst + L @ X (factors are then
-    1). `left`: L (g.rows, tokens), bf16 pairs along the tokens, from the first of `steps` pairs on; `vnni`: X (tokens, D), a `vnni`
-    block from the same pair on."""
+    """dst (HeadRows), rows [first, first + g.rows) below `count`, = factors[r] (L @ X), or with `add` += L @ X. `left`: L (g.rows,
+    tokens), bf16 pairs along the tokens, and `vnni`: X (tokens, D), a `vnni` block, both from the first of `steps` pairs on."""
     with k.loop(0, g.padded_D, g.vectors * g.lanes) as c:
         start = [[dst[first + r].load(c + v * g.lanes) for v in range(g.vectors)] for r in range(g.rows)] if add else None
         tile = micro.micro_kernel(k, g, left, micro.VectorOperand(vnni.at(c), g.padded_D), steps, start)
@@ -177,9 +175,8 @@ def single_block_scores(k, g, s, t) -> list[Value]:
 
 
 def single_block_probabilities(k, g, s, t, shift, softmax_scale_log2: float) -> list[Value]:
-    """s["p"] [key / 2][g.queries] = exp2(scores * softmax_scale_log2 + shift) of the group of queries from t on, as bf16 pairs
-    along the keys, from s["scores"] [key][g.queries] fp32. `shift`: g.vectors vectors, minus each query's scaled maximum. Returns
-    the sums."""
+    """s["p"] [key / 2][g.queries] = exp2(scores * softmax_scale_log2 + shift) of the queries from t on, as bf16 pairs along the
+    keys, from s["scores"] [key][g.queries] fp32. `shift`: g.vectors vectors, minus the scaled maxima. Returns the sums."""
     sums = [k.var_vec(0.0) for _ in range(g.vectors)]
 
     def key_pairs() -> Iterator[tuple[Any, int]]:

@@ -103,8 +103,7 @@ class BlockSparseHead(BackwardHead):
 
     def add_row(self, row, begin, end, is_one_pass) -> None:
         """Add the block of queries `row` x its listed blocks of keys, the table's entries [begin, end): s["dq"] [D][queries]
-        accumulates its dq, from zero; where `is_one_pass` (i1) s["dk"] and s["dv"] [key][g.padded_D] of all keys what these queries
-        add to them."""
+        accumulates its dq, from zero; where `is_one_pass` (i1) s["dk"] and s["dv"] [key][g.padded_D] what these queries add."""
         k, g, s, block = self.k, self.g, self.s, self.table.block
         first = row * block
         last = k.min(first + block, self.T)
@@ -147,9 +146,8 @@ def block_sparse_attention_backward_rows(
     block, lists, entries, distances, **shape,
 ) -> None:  # fmt: skip
     """The kernel: dq, and in one pass also dkeys and dvalues. A work item is a head of keys (one pass) or a part of its rows of the
-    layout, for all query heads that share it. `rows`, `masks`: see `BlockTable`. partials (sequences, parts, distances, heads * D)
-    fp32: partial sums of the relative bias's gradient. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v,
-    dq, dk, dv."""
+    layout, for all its query heads. `rows`, `masks`: see `BlockTable`. partials (sequences, parts, distances, heads * D) fp32: sums
+    of the relative bias's gradient. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v, dq, dk, dv."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
     table, T, group = BlockTable(k, rows, masks, block, lists, entries), k.size(shape["seq"]), heads // kv_heads
     shared, blocks = k.size(batch) * kv_heads, k.ceil_div(T, block)
@@ -239,8 +237,7 @@ def add_relative_parts(k, drelative, partials, *, batch, seq, kv_heads, block, s
 
 @lowering("block_sparse_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)
 def lower_block_sparse_attention_backward(op: Op, c: Lowering) -> None:
-    """Append `attention_delta`, both passes (the second does nothing where one pass is chosen), and the sum of the bias's partial
-    gradients."""
+    """Append `attention_delta`, both passes (the second is empty where one pass is chosen), and the sum of the bias's gradients."""
     shape, layout = shape_of(op), op.layout
     shape["strides"] += tuple(t.row_stride for t in (op.dq, op.dk, op.dv))
     modes = tuple(op.modes[name] for name in ("dq", "dk", "dv"))

@@ -1,8 +1,8 @@
 """QK norm (RMSNorm of each head of queries and keys) and half-truncated RoPE, forward and backward. Shapes: x, y, dy, dx (batch,
 seq, W), rows of x and dx each with their own stride; rstd (batch, seq, heads + kv_heads); cos, sin (positions, D / 4) fp32. The
 first `half` = D / 2 columns of a head rotate, in planes of two adjacent ones. `shift`: modded-nanogpt's shifted keys, the upper
-half of whose columns comes from the position before. `paired`: two adjacent heads share a row of a folded sequence, with angles of
-their own."""
+half of whose columns comes from the position before. `paired`: two adjacent heads share a row of a folded sequence, each with its
+angles."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,8 +18,7 @@ PREFETCH_ROWS = 4  # of dy, where a head reads halves of two: without, that took
 
 
 def constants_of(op: Op) -> dict[str, Any]:
-    """Compile-time constants of these kernels. `strides`: of the rows of x and of the result, in elements; `lines`: whether the
-    result's rows fill cache lines."""
+    """Compile-time constants. `strides`: of the rows of x and of the result; `lines`: whether its rows fill cache lines."""
     out = next(iter(op.outputs.values()))
     lines = all(n % 64 == 0 for n in (out.first_column, out.row_stride))
     axes = {**batch_and_seq(op.x), "half": 2 * int(op.cos.shape[1])}
@@ -89,8 +88,7 @@ class HeadLoop:
 
     def heads_of_rows(self) -> Iterator[HeadOfRow]:
         """Yield each head of each row, inside the emitted loops over (batch * seq) rows and heads; with `paired` two adjacent ones
-        at a time, each with its own angles. With `shift` the heads of keys have a loop of their own, as only they take columns from
-        the row before."""
+        at a time, each with its own angles. With `shift` the heads of keys have a loop of their own."""
         k, quarter = self.k, self.half // 2  # planes of a head
         parts = [(0, self.heads, False), (self.heads, self.count, True)] if self.shift else [(0, self.count, False)]
         cached = 2 * self.step * -(-self.half // k.lanes) <= k.isa.registers // 2
@@ -221,8 +219,7 @@ def qk_rotary_backward(k, dx, dy, x, rstd, cos, sin, *, strides, lines, mode_dx,
 
 def unshift_upper_half(heads: HeadLoop, dn, row, t) -> None:
     """Replace the upper half of `dn`, the vectors of a head's gradient at position t, by that of the next position, or by zero at
-    the last one. Position 0 keeps its own as well, because it has no position before. `row`: the head in dy (rows of heads.W
-    elements)."""
+    the last one. Position 0 keeps its own as well, because it has no position before. `row`: the head in dy."""
     k, upper = heads.k, heads.vectors(heads.half, heads.D)
     moved = new_accumulators(k, len(upper))
     with k.when(t + 1 < heads.T):

@@ -1,11 +1,10 @@
 """Relative position bias of block-sparse attention (Shaw et al. 2018): q_i r_(i-j), a vector for each distance.
 
 A group of g.queries queries meets a block of keys at block + g.queries - 1 distances. Their vectors R are packed like keys, and R
-Q^T is a tile of [distance][query] whose diagonals are the keys: the bias of key j and query l of the group is in row block - 1 -
-j + l. The backward pass is the same skew: the gradient of row w and query l is that of key block - 1 - w + l, or 0 where the
-block has no such key. So both directions need one operation, and nothing of queries x keys is stored but for one group and the
-packed blocks. Huang et al. (2018), who found it, pad and reshape whole matrices; here log2(lanes) blends of neighbouring
-registers make a vector along a diagonal.
+Q^T is a tile of [distance][query] whose diagonals are the keys: the bias of key j and query l of the group is in row block - 1 - j
++ l. The backward pass is the same skew: the gradient of row w and query l is that of key block - 1 - w + l, or 0 where the block
+has no such key. So both directions need one operation, and nothing of queries x keys is stored but for one group and the packed
+blocks. Huang et al. (2018), who found it, pad and reshape whole matrices; here log2(lanes) blends of registers make a diagonal.
 
 Blocks beyond all distances of R cost a comparison."""
 
@@ -90,8 +89,7 @@ class RelativePositionBias:
 
     def bias_of_queries(self, block_distance, i, query, transposed) -> None:
         """s["bias"] [distance][g.queries] fp32 of packed block i of keys = R Q^T: R, the vectors of distances that `pack_tile` left
-        in s["r_rows"]; Q, a group of queries packed as `transposed`, from `query` of its block on. Distances without a vector get
-        zeros."""
+        in s["r_rows"]; Q, a group of queries packed as `transposed`, from `query` of its block on. Other distances: zeros."""
         k, g, rows = self.k, self.g, self.block + self.g.queries
         _, begin, end = self.window(block_distance, query)
         dst, vectors = (self.s["bias"].at(i * (rows * g.queries)), self.s["r_rows"].at(i * (2 * self.block * g.row_units)))
@@ -131,9 +129,8 @@ class RelativePositionBias:
 
     def backward(self, block_distance, i, query, dq) -> None:
         """dq [D][queries] fp32 += R^T dB (before scaling) and s["dr"] [distance][g.padded_D] fp32 += dB Q, for packed block i of
-        keys and the group of queries from `query` of its block on. dB, the gradient of the group's bias, is dS along diagonals:
-        from s["ds_padded"], that `record_ds` filled, to s["dbias"] in units along the queries and s["dbias_vnni"] along the
-        distances."""
+        keys and the group of queries from `query` of its block on. dB is dS along diagonals: from s["ds_padded"], that `record_ds`
+        filled, to s["dbias"] (units along the queries) and s["dbias_vnni"] (distances)."""
         k, g, s = self.k, self.g, self.s
         rows = self.block + 2 * g.queries
         zero, begin, end = self.window(block_distance, query)  # `zero`: the distance of row 0 of the tile

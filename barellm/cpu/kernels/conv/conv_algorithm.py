@@ -87,8 +87,7 @@ def select_bf16(isa: ISA, dtype: str, geometry: ConvGeometry, *, wgrad: bool) ->
 
 
 class Costs(NamedTuple):
-    """In direct multiply-adds at peak: of a multiply-add, and of an element of each operand and of the result, transforms or
-    packing included."""
+    """In direct multiply-adds at peak: of a multiply-add, and of an element of each operand and the result, transforms included."""
 
     matmul: float
     filters: float

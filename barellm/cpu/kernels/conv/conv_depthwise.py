@@ -51,8 +51,7 @@ class Blocking:
 
 
 def select_blocking(isa: ISA, geometry: ConvGeometry, *, gradient: bool) -> Blocking:
-    """Register tiles whose sums, or of the filters' `gradient` whose vectors of dy, fit into the registers; blocks whose lines fit
-    into L1."""
+    """Register tiles whose sums (of the filters' `gradient`: vectors of dy) fit into the registers; blocks whose lines fit L1."""
     P, Q = geometry.output_size
     columns = Q if Q <= MAX_COLUMNS else MAX_COLUMNS
     max_tile_m = 4 if gradient or isa.registers < 32 else 8
@@ -184,8 +183,7 @@ def store_outputs(k, block: LineBlock, dst, outputs: Var, row, column, wide, mas
 
 def add_filter_gradient(k, block: LineBlock, src, sums, rows: range | Value, columns: range) -> None:
     """Add a block's part to the filter gradient, sums [tap][lanes] fp32 in scratch, of the taps `rows` x `columns`, all of whose
-    sums are in registers: dy times the pixels that each tap sees, lane by lane. `src`: the image plane of dy; block: the loaded
-    input lines."""
+    sums are in registers: dy times the pixels that each tap sees, lane by lane. `src`: the image plane of dy."""
     Q = block.geometry.output_size[1]
     count = len(columns) * (1 if isinstance(rows, Value) else len(rows))
     acc = [k.var(sums.load(i * k.lanes)) for i in range(count)]

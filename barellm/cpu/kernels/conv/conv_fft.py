@@ -153,8 +153,7 @@ def fft_input(k, v, x, first, limit, *, images: Images, geometry: ConvGeometry, 
 def fft_gemm(k, y, u, v, first, limit, *, images: Images, conv: TiledConv, F: int, R: int, S: int, mode: str) -> None:
     """The kernel: y (N, groups rows, H, W), of the tiles in blocks [first, first + limit) = the inverse transform of the products
     of the planes u (`fft_filters`) and v (`fft_input`). The epilogue of the batched GEMM is the inverse transform: of the columns,
-    to `buffer` [m][half(F)][re, im]; then of each row, whose missing half are conjugates; of the result the first m x m pixels are
-    outputs."""
+    to `buffer` [m][half(F)][re, im]; then of each row, whose missing half are conjugates; the first m x m pixels are outputs."""
     m, planes, width = conv.m, 3 * F * half(F), conv.group * conv.tile.nr(k.isa)
     products = k.thread_scratch()
     buffer = products.bytes(4 * planes * conv.filters * width)
@@ -240,8 +239,7 @@ def fft_algorithm(R: int, S: int) -> TileAlgorithm:
 def fft_is_faster(isa: ISA, result: str, geometry: ConvGeometry, images: int) -> bool:
     """Whether this algorithm is the faster one by a tenth, by a cost model: the GEMMs, the transforms of tiles, and those of the
     filters, which are read again for each block of tiles. `result`: "images", or "filters" for wgrad. Fitted to layers with filters
-    of 5 x 5 to 21 x 21 (benchmarks/results/xeon-amx/convolution-large.json), of which the selection loses more than a tenth on
-    none."""
+    of 5 x 5 to 21 x 21 (benchmarks/results/xeon-amx/convolution-large.json), none of which loses more than a tenth."""
     R, S = len(geometry.row_offsets), len(geometry.column_offsets)
     if max(R, S) > MAX_FILTER or min(R, S) < MIN_FILTER:
         return False

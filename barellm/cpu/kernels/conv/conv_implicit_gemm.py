@@ -43,8 +43,8 @@ class Blocking:
 
 
 def select_blocking(isa: ISA, geometry: ConvGeometry, images: int, threads: int) -> Blocking:
-    """The register tile and the lines of a work item with the least estimated time, padding and load imbalance counted, for
-    `images` images on `threads` threads."""
+    """The register tile and the lines of a work item with the least estimated time, with padding and load imbalance, for so many
+    images and threads."""
     rows, groups = geometry.rows, geometry.groups
     P, Q = geometry.output_size
     total = images * P
@@ -78,8 +78,7 @@ def select_blocking(isa: ISA, geometry: ConvGeometry, images: int, threads: int)
 
 @dataclass(frozen=True)
 class OutputMap:
-    """Where results go: output (i, j) of a channel to pixel (i, j) stride + offset of images of `size`. A strided dgrad writes one
-    phase of the pixels."""
+    """Where results go: output (i, j) to pixel (i, j) stride + offset of images of `size`. A strided dgrad writes a phase."""
 
     size: tuple[int, int]
     offset: tuple[int, int] = (0, 0)
@@ -109,8 +108,7 @@ class ImplicitGemm:
         self, k, out, a, x, *, images: Images, geometry: ConvGeometry, target: OutputMap, blocking: Blocking, mode: str
     ) -> None:
         """out (N, groups rows, *target.size), a (groups rows, depth) fp32, x (N, groups channels, H, W). Scratch: the input lines
-        (`im2col`), partial sums of several K blocks (`sums`), a tile that is stored pixel by pixel (`spill`), the im2col columns of
-        a tile (`tile_columns`)."""
+        (`im2col`), the K blocks' `sums`, a tile stored pixel by pixel (`spill`), a tile's im2col `tile_columns`."""
         self.k, self.out, self.a, self.mode = k, out, a, mode
         self.geometry, self.target, self.blocking, self.images = geometry, target, blocking, k.num_elements(*images)
         self.groups, self.rows = geometry.groups, geometry.rows

@@ -92,8 +92,7 @@ class ScratchLayout:
 
     def __init__(self, isa: ISA, geometry: im2col.ConvGeometry, b: Blocking, *, dense: bool) -> None:
         """In this order: polyphase planes, packed panels [image][chunk], sums [column block][image], the tables `shifts`,
-        `pixel_sums` and `pixel_targets` of 8-byte entries (`_make_tables`), and `spill`; the last two only where outputs are not
-        `dense`."""
+        `pixel_sums` and `pixel_targets` of 8-byte entries (`_make_tables`), and `spill`; the last two only if not `dense`."""
         layout = b.layout(geometry)
         self.panel = round_up(layout.nbytes(isa, 2 * b.pairs, pack_height(layout)), 64)
         self.chunk = 4 * isa.lanes * layout.padded_size(isa.lanes)  # bytes of a chunk's panel
@@ -166,8 +165,8 @@ class ImplicitGemm:
                 self.pixel_targets.as_dtype("i64").put(line * (t.stride[0] * t.size[1]) + column * t.stride[1], pixel)
 
     def _multiply_k_block(self, k_block) -> None:
-        """One K block of a work item: pack its chunks of all images, run the micro-kernel over all positions and column blocks, and
-        after the last K block the epilogue."""
+        """One K block of a work item: pack its chunks of all images, run the micro-kernel over all tiles, and after the last the
+        epilogue."""
         k, b, k_blocks = self.k, self.blocking, self.scratch.k_blocks
         chunk = k_block * b.chunks
         chunks = k.min(k.int(self.chunks) - chunk, b.chunks) if self.chunks % b.chunks else k.int(b.chunks)
@@ -197,8 +196,7 @@ class ImplicitGemm:
 
     def _pack_chunk(self, n, c, chunk) -> None:
         """Pack chunk `chunk` of the channels of image n as chunk c of the panel, [position][lanes] pairs of channels: vectors of
-        positions, one for each channel, are interleaved to pairs and transposed. Some lines of all channels at a time, which stay
-        in L1."""
+        positions, one for each channel, are interleaved to pairs and transposed. A few lines at a time stay in L1."""
         k, lanes, pairs, layout = self.k, self.k.lanes, self.blocking.pairs, self.layout
         self.input.seek(self.image + n, self.group, chunk * (2 * pairs), self.line)
         panel = self.panel.as_dtype("i32").bytes((n * self.blocking.chunks + c) * self.scratch.chunk)
@@ -221,8 +219,7 @@ class ImplicitGemm:
     def _micro_kernel(self, dst, rows: int, panel, filters, chunks, add_previous) -> None:
         """dst [tile.mr][tile_n] fp32 = the sums of positions x output channels over a K block of `chunks` chunks and all taps, plus
         the old dst where `add_previous` (None: never). `panel`: packed positions; `filters`: [chunk][tap][pair][tile_n][2] bf16; a
-        step is a tap of a chunk, whose byte offset in the panel is in `shifts`. `rows` of the positions are computed (AMX: a
-        multiple of 16)."""
+        step is a tap of a chunk, whose byte offset in the panel is in `shifts`. `rows` positions are computed."""
         k, tile = self.k, self.blocking.tile
         pitch = 4 * k.lanes
 
@@ -265,8 +262,7 @@ class ImplicitGemm:
                 self._store_pixels(dst, vector, vectors_end, pixels - vectors_end, is_last)
 
     def _store_bf16(self, dst, sums, p) -> None:
-        """Store two vectors of pixels from pixel p on, of `lanes` columns, rounded to bf16 before the transpose, which then has
-        half the elements."""
+        """Store two vectors of pixels from pixel p on, of `lanes` columns, rounded to bf16 before the transpose."""
         k, lanes, size = self.k, self.k.lanes, self.target.size[0] * self.target.size[1]
         rows = [k.round_bf16(sums.bytes(self._table_entry(self.pixel_sums, p + i)).load()) for i in range(2 * lanes)]
         pairs = [k.bitcast(k.interleave(a, b), k.ivec) for a, b in zip(rows[::2], rows[1::2], strict=True)]

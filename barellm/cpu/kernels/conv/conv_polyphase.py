@@ -78,8 +78,7 @@ class PolyphaseLayout:
         return max(self.height * self.pitch, self.positions + self.rows.reach * self.pitch + self.columns.reach)
 
     def shifts(self) -> list[int]:
-        """The shift of each tap: how far the input pixel that it multiplies lies from the output's position, in the planes, which
-        follow each other."""
+        """The shift of each tap: how far its input pixel lies from the output's position, in the planes, one after the other."""
         phases = self.phases()
         found = []
         for row in self.geometry.row_offsets:
@@ -139,8 +138,7 @@ class PolyphaseBuffer:
                 self.clear(dst, layout.height * layout.pitch, layout.size)
 
     def pack_lines(self, j, dst, row_phase: int, column_phase: int, first, last) -> None:
-        """Pack the lines [first, last) of one plane of channel j into dst, `pitch` positions each. A channel behind the group's
-        last is zero."""
+        """Pack lines [first, last) of a plane of channel j into dst [line][pitch]. Channels behind the last: zero."""
         k, layout, geometry, (H, W) = self.k, self.layout, self.geometry, self.geometry.input_size
         exists = self.first + j < self.geometry.channels
         plane = self.x.at((self.source + j) * (H * W))

@@ -122,8 +122,7 @@ def for_each_block(k, x, first, limit, *, images: Images, geometry: ConvGeometry
 
 
 def run_shape(geometry: ConvGeometry, tile_n: int, lanes: int, most: int) -> tuple[int, int, int]:
-    """(blocks of a work item of a transform, rows of tiles that it may touch, elements from a position of its panel to the
-    next)."""
+    """(blocks of a work item of a transform, rows of tiles that it may touch, its panel's pitch)."""
     TW = geometry.output_size[1]
     run = max(1, min(lcm(tile_n, TW), most) // tile_n)
     lines = ceil_div(run * tile_n - 1, TW) + 1

@@ -101,8 +101,7 @@ class Epilogue:
         return emitter.value(self.k, x, self.out.dtype)
 
     def prefetch(self, row) -> None:
-        """Prefetch the lines of a row of the panel that `put` or `store_row` will read or write; not those of non-temporal
-        stores."""
+        """Prefetch the lines of a row of the panel that `put` or `store_row` touch, but for non-temporal stores."""
         at = self._at(row)
         if self.other is not None:
             prefetch_row(self.k, self.other.at(at["other"]), self.nr, write=False)

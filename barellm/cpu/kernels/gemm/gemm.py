@@ -96,8 +96,7 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
         )  # fmt: skip
 
     def _overlap_with_microkernel(self, row, r) -> None:
-        """What piece r (of MR) of the micro-kernel at `row` overlaps: prefetches of C and A, a row of the epilogue of the tile
-        before, a step of packing."""
+        """What piece r (of MR) of the micro-kernel at `row` overlaps: prefetches of C and A, the last tile's epilogue, packing."""
         k = self.k
         with k.when(self.is_last_k) if self.is_last_k is not None else nullcontext():
             if self.prefetch:
@@ -162,8 +161,8 @@ class AmxGemm(gemm_mainloop.GemmMainloop):
         amx.release(self.k)
 
     def multiply_panel(self, panel) -> None:
-        """All rows of the item x one packed B panel (VNNI), in tiles of MR; the full ones overlap the packing of the next panel, a
-        call in each step of TILE_K."""
+        """All rows of the item x one packed B panel (VNNI), in tiles of MR; full ones overlap packing, a call in each step of
+        TILE_K."""
         k, rows = self.k, self.tile.mr
         amx.pad_panel(k, panel, self.depth_here)
         self.pack_next((self.full_end - self.row_begin) // rows * (k.int(self.depth_here) // amx.TILE_K))
@@ -273,8 +272,8 @@ def kc_of(isa: ISA, dtype: str, depth: int, config: GemmConfig) -> int:
 
 
 def gemm_scratch_bytes(isa: ISA, dtype: str, depth: int, config: GemmConfig) -> int:
-    """Scratch bytes of a thread: two packed B panels; the item's accumulators (vector registers: only with several KC blocks); the
-    zero-padded rows of A of AMX."""
+    """Scratch bytes of a thread: two packed B panels; the item's accumulators (vector registers: if several KC blocks); AMX's
+    padded rows of A."""
     kc, nr = kc_of(isa, dtype, depth, config), config.tile.nr(isa)
     use_amx = amx.uses_tiles(isa, dtype)
     sums = 4 * max(config.mc, config.long_mc) * config.nc if kc < depth or use_amx else 0

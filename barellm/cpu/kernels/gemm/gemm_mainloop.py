@@ -57,8 +57,7 @@ class GemmMainloop(ABC):
         """Run the micro-kernel over the rows of the item with a packed B panel (KC, NR)."""
 
     def run(self) -> None:
-        """The loops of the module's docstring, setting the state of the class's. Loops that run once are left out
-        (`nullcontext`)."""
+        """The loops of the module's docstring, which set the class's state. Loops that run once are left out."""
         k = self.k
         self.b_panels = packing.PanelBuffers(k, self.scratch, self.panel_nbytes, self._pack)
         with k.parallel_for(self.m_blocks * self.n_groups) as self.item:

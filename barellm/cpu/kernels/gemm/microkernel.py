@@ -24,8 +24,7 @@ def microkernel(
     depth, with `vnni` a pair of bf16. `panel`: packed by `pack_b` or `pack_b_transposed`, [k unit][nr]. load_a(r, u): unit u of row
     r of A in all lanes; `tail`: the same for the odd last element, done where `is_last_k` (None: always). `c_init`: (i1, pointer to
     [mr][nr] fp32); where true the accumulators begin with what a KC block before left there. Software pipelining: `prefetch(r)` is
-    called mr times at even distances (all at once would fill the line-fill buffers that the loop's own loads need), `overlap()`
-    `overlap_calls` times."""
+    called mr times at even distances (all at once would fill the line-fill buffers), `overlap()` `overlap_calls` times."""
     lanes, acc = k.lanes, zero_tile(k, tile)
     if c_init is not None:
         with k.when(c_init[0]):
@@ -64,8 +63,8 @@ def zero_tile(k, tile: Tile) -> list[list[Var]]:
 
 @contextmanager
 def accumulators(k, tile: Tile, dst, pitch: int, add_previous) -> Iterator[list[list[Var]]]:
-    """The accumulators of a tile, in a `with`: loaded from dst [mr][pitch] fp32 where `add_previous` (i1; None: never), else zero;
-    stored there in the end."""
+    """The accumulators of a tile: loaded from dst [mr][pitch] fp32 where `add_previous` (i1; None: never), else zero; stored in the
+    end."""
     acc = zero_tile(k, tile)
     places = [(x, dst.at(r * pitch + v * k.lanes)) for r, row in enumerate(acc) for v, x in enumerate(row)]
     if add_previous is not None:
@@ -85,8 +84,7 @@ def add_previous_sums(k, tokens_before, keep) -> Value:
 
 
 def rank1_update(k, acc, load_a: BroadcastA, panel, u, vnni: bool) -> None:
-    """acc (mr, nr) += outer product of step `u`: unit u of each row of A (load_a) x the packed panel's row u, [u][nr] fp32 or VNNI
-    pairs."""
+    """acc (mr, nr) += outer product of step `u`: unit u of A's rows (load_a) x row u of the packed panel, fp32 or pairs."""
     vectors, lanes = len(acc[0]), k.lanes
     right = [panel.as_dtype("i32").load_raw(u * (vectors * lanes) + v * lanes) for v in range(vectors)]
     for r, row in enumerate(acc):
@@ -102,8 +100,7 @@ def overlap_calls(k, tile: Tile, k_units) -> Value:
 
 def broadcast_a(k, a, rows, vnni: bool, *, depth: int, stride: int) -> tuple[BroadcastA, BroadcastA | None]:
     """Loads of A for `microkernel` from row-major memory, unpacked: `rows` (indices) of a (.., stride) in fp32 or bf16. Returns
-    (the load of a whole k unit; where VNNI pairs leave an odd last element of the `depth`, the load of it paired with zero, else
-    None)."""
+    (the load of a whole k unit; of an odd last element of the `depth`, paired with zero, else None)."""
     bases = [a.at(row * stride) for row in rows]
     if not vnni:
         return (lambda r, u: k.splat(bases[r].get(u))), None
@@ -120,8 +117,8 @@ def broadcast_a(k, a, rows, vnni: bool, *, depth: int, stride: int) -> tuple[Bro
 
 
 def broadcast_packed(k, packed, unit_bytes: int, row_bytes: int, vnni: bool = True) -> BroadcastA:
-    """Loads of packed A for `microkernel`: unit u of row r, a word of 4 bytes (fp32, or a VNNI pair), is u * unit_bytes + r *
-    row_bytes bytes from `packed` on."""
+    """Loads of packed A for `microkernel`: unit u of row r (fp32, or a VNNI pair) is u * unit_bytes + r * row_bytes bytes from
+    `packed` on."""
     word = "i32" if vnni else "float"
 
     def load_unit(r: int, u) -> Value:

@@ -34,8 +34,8 @@ def panel_bytes(isa: ISA, dtype: str, depth: int, width: int) -> int:
 
 
 class PackTask:
-    """The packing of one panel, in chunks: all at once, or spread over a micro-kernel's loop, where its moves and shuffles use idle
-    ports and nothing waits for memory."""
+    """The packing of one panel, in chunks: all at once, or spread over a micro-kernel's loop, where it uses idle ports and nothing
+    waits for memory."""
 
     def __init__(self, k, count, chunk: Callable[[Value], None], rest: Callable[[], None]) -> None:
         """`chunk(i)` packs one of `count` chunks, `rest()` the partial one after them."""
@@ -67,8 +67,7 @@ def can_overlap_packing(isa: ISA, dtype: str) -> bool:
 
 class PanelBuffers:
     """Double-buffered packed panels in a thread's scratch: the micro-kernel reads one while the thread packs the other, piecewise.
-    Protocol: acquire(n) -> panel; pack_next(m); step() inside the micro-kernel; commit(). No other thread reads them: no
-    barrier."""
+    Protocol: acquire(n) -> panel; pack_next(m); step() inside the micro-kernel; commit(). They are the thread's own: no barrier."""
 
     def __init__(self, k, at, nbytes: int, pack: Callable[[Pointer, Value], PackTask]) -> None:
         """Two buffers of `nbytes` from `at` on. pack(pointer, number) is the task that packs panel `number` there."""
@@ -256,8 +255,8 @@ class PackedA:
             self._pack_units_until(k.min(self.unit.value + self.per_call, self.whole))
 
     def _pack_units_until(self, end) -> None:
-        """Pack units [unit, `end`) of the next group of tiles, which completes it where `end` is its last whole unit: then the odd
-        last row, paired with zeros, follows."""
+        """Pack units [unit, `end`) of the next group of tiles, complete where `end` is its last whole unit; then an odd last row
+        follows."""
         k, group = self.k, self.group.value
         columns = self._columns(group)
         hangs_over = columns[-1] + self.rows > self.cols

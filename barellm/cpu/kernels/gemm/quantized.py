@@ -27,8 +27,8 @@ def quantized_skinny_gemm(
     epilogues: tuple[str, ...], mode: str, strides: tuple[tuple[str, int], ...] = (),
 ) -> None:  # fmt: skip
     """The kernel: out (rows, cols) = x (rows, depth) @ weight, then the `epilogues`, for FEW rows at most; nothing if a run has
-    more. `codes`, `scales`: the weight (cols, depth) as the module's docstring has it, of quantization scheme `weights`; other
-    parameters as in gemm.py's `gemm`."""
+    more. `codes`, `scales`: the weight (cols, depth) as the module's docstring has it, of quantization scheme `weights`; the rest
+    as in `gemm.gemm`."""
     rows, row_strides = k.num_elements(dims, inner), dict(strides)
     make_epilogue = partial(
         epilogue.Epilogue, k, Tile(1, TILE // k.lanes), out, second, bias, other, cols=cols, epilogues=epilogues, mode=mode,
@@ -87,8 +87,7 @@ class QuantizedWeight:
         return self.scales.load(tile, group, within) * self.scales.powers(tile, within)
 
     def _pack_panel_dgrad(self, loop: gemm_mainloop.GemmMainloop, into, panel_id) -> packing.PackTask:
-        """As `pack`, where the rows of the stored matrix are the depth (dgrad). A chunk is a tile of TILE rows and BLOCK columns,
-        transposed in registers."""
+        """As `pack` for dgrad, where the stored matrix's rows are the depth. A chunk, TILE rows x BLOCK columns, is transposed."""
         k, nr, pair, codes = loop.k, loop.nr, packing.uses_vnni(loop.k.isa, loop.a.dtype), self.codes
         col, k_block, block_depth = loop.block_of_panel(panel_id)
         depth = k.int(block_depth)
@@ -150,10 +149,9 @@ def quantized_gemm(
     k, out, second, x, codes, scales, bias, other, row_begin, row_limit, *, cols: int, depth: int, weights: str,
     dims: tuple[str, ...], inner: int, least: int, strides: tuple[tuple[str, int], ...] = (), transposed: bool = True, **options,
 ) -> None:  # fmt: skip
-    """The kernel for more rows: out (rows, cols) = x (rows, depth) @ weight with `epilogues`, for rows [row_begin, row_begin +
-    row_limit) of a run that has at least `least` rows. `codes`, `scales`: the stored matrix, of scheme `weights`, which is
-    dequantized while B panels are packed; `transposed`: it is (cols, depth), else (depth, cols). `options`: as in gemm.py's
-    `run_mainloop`."""
+    """The kernel: out (rows, cols) = x (rows, depth) @ weight with `epilogues`, for rows [row_begin, row_begin + row_limit) of a
+    run that has at least `least` rows. `codes`, `scales`: the stored matrix, of scheme `weights`, which is dequantized while B
+    panels are packed; `transposed`: it is (cols, depth), else (depth, cols). `options`: see `gemm.run_mainloop`."""
     how = scheme(weights)
     planned = k.num_elements(dims, inner)
     rows = k.select(planned < least, 0, k.min(planned - row_begin, row_limit))
@@ -169,8 +167,7 @@ def append_quantized_gemm(
 ) -> None:  # fmt: skip
     """Append the call(s) of out (rows, cols) = x (rows, depth) @ weight with `epilogues`; parameters as in `linear.append_gemm`,
     with `codes`, `scales` and the scheme's name `weights` for the weight. None for `rows`: two calls, a skinny and a usual GEMM, of
-    which a run does one. `rows` (first, count): one call of the usual GEMM, which then does few rows too. Not `transposed`: the
-    matrix is (depth, cols)."""
+    which a run does one. `rows` (first, count): one call, of the usual GEMM. `transposed`: see `quantized_gemm`."""
     dtype = x[1] if isinstance(x, tuple) else x.dtype
     constants = {
         "cols": cols, "depth": depth, "weights": weights, "epilogues": epilogues, "mode": mode, **shape_of(like),

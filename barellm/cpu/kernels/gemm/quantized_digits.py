@@ -84,8 +84,7 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
 
     def _prepare_x(self) -> None:
         """Quantize x to fixed point, digits to the base 256, in this thread's scratch: each thread needs all of it. A row of
-        scratch: `count` planes of a byte an element; the groups' scales (fp32); for each digit the groups' first integer sums
-        (i32)."""
+        scratch: `count` planes of a byte an element; the groups' scales (fp32); for each digit the first sums (i32)."""
         k = self.k
         self.integers, self.count, self.group = integer_codes(self.how), digits_of(self.x.dtype), group_of(self.how)
         # A row in scratch: the digits, `count` planes of a byte an element; of each group its scale (fp32); of each digit and group

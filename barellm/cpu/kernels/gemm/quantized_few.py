@@ -40,8 +40,7 @@ class QuantizedSkinnyGemm:
             self._copy_x(self.depth)
 
     def _copy_x(self, depth: int) -> None:
-        """Copy x to this thread's scratch [rows][blocks * BLOCK], as fp32, or bf16 where pairs are multiplied; each row of `depth`
-        elements is zero-padded."""
+        """Copy x to this thread's scratch [rows][blocks * BLOCK], as fp32, or bf16 for pairs; rows of `depth` are zero-padded."""
         k, length = self.k, self.blocks * BLOCK
         copied = k.thread_scratch("bf16" if self.pair else "fp32")
         with k.loop(0, self.rows) as row:
@@ -87,8 +86,7 @@ class QuantizedSkinnyGemm:
         return [[v.value * power for v, power in zip(row, powers, strict=True)] for row in totals]
 
     def _accumulate_group(self, tile, group, blocks: int, totals) -> None:
-        """totals[row][vector] += scale of the group * (x @ codes) over the `blocks` blocks of 8 elements of group number
-        `group`."""
+        """totals[row][vector] += scale of the group * (x @ codes) over the `blocks` blocks of group number `group`."""
         k, rows = self.k, len(totals)
         num_chains = max(1, CHAINS // (self.vectors * rows))  # of an element
         sums = [[[k.var_vec(0.0) for _ in range(num_chains)] for _ in range(self.vectors)] for _ in range(rows)]

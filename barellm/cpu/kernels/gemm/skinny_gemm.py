@@ -61,8 +61,7 @@ class Tiling:
 
 def skinny_configs(isa: ISA, dtype: str, cols: int, depth: int) -> list[SkinnyGemmConfig]:
     """The configs to tune over for a weight (cols, depth), the default first. Processors with AMX prefetch by themselves, faster
-    than software prefetches, each of which occupies a line-fill buffer. Zen 4 is fastest with prefetches into its L2, Zen 3 into
-    its L1."""
+    than software prefetches, each of which occupies a line-fill buffer. Zen 4 wants prefetches into L2, Zen 3 into L1."""
     on_tiles = skinny_gemm_amx.fits(isa, dtype, cols, depth)
     unrolls = skinny_gemm_amx.UNROLLS if on_tiles else (Tiling.of(isa, dtype).columns, Tiling.of(isa, dtype).columns // 2)
     # At least eight work items remain.
@@ -118,8 +117,7 @@ class SkinnyGemm:
     """One thread's loop over panels of a skinny GEMM, M <= FEW."""
 
     def __init__(self, k, a, weight, rows, *, cols: int, depth: int, stride: int, config: SkinnyGemmConfig) -> None:
-        """The GEMM out = a (rows, depth) @ weight (cols, depth)^T. `stride`: elements from a row of a to the next. Scratch as
-        `ScratchLayout` has it."""
+        """The GEMM out = a (rows, depth) @ weight (cols, depth)^T. `stride`: row stride of a. Scratch: `ScratchLayout`."""
         self.k, self.a, self.weight, self.rows, self.config = k, a, weight, rows, config
         self.cols, self.depth, self.stride = cols, depth, stride
         self.tiling, self.dot = Tiling.of(k.isa, a.dtype), packing.uses_vnni(k.isa, a.dtype)
@@ -145,8 +143,7 @@ class SkinnyGemm:
         self.copies = [p.as_dtype(a.dtype) for p in copies_at]
 
     def run(self, make_epilogue: Callable[[Value], Epilogue]) -> None:
-        """For each panel of NR columns: the sums [rows][width] fp32 to scratch, then the epilogue make_epilogue(first column) of
-        all rows."""
+        """For each panel of NR columns: the sums [rows][width] fp32 to scratch, then the epilogue make_epilogue(first column)."""
         k, nr, tiles = self.k, self.nr, self.tiles
         if tiles:
             tiles.pack_x()
@@ -201,8 +198,7 @@ class SkinnyGemm:
 
     def _next_block(self, at, c, p) -> dict[str, Any]:
         """`next`, `run` and `gap` of the block at column c of the panel and KC block p, whose first column is at `at`. Next come
-        the columns beside it, after the panel's last ones the first of the next KC block, after the last of these the next
-        panel."""
+        the columns beside it, after the panel's last the first of the next KC block, then the next panel."""
         k, tiling = self.k, self.tiling
         to_next_columns = tiling.wide * self.depth  # distances in elements
         if self.k_blocks == 1:
@@ -214,9 +210,8 @@ class SkinnyGemm:
         return {"next": following, "run": self.kc * self.itemsize, "gap": (self.depth - self.kc) * self.itemsize}
 
     def _copy_columns(self, block: Block) -> list[Pointer]:
-        """Copy a block's columns (KC elements each) to scratch where they do not conflict in the L1, if there are enough rows to
-        pay for it. Returns the addresses to read from: of the copies or, with few rows, of the columns themselves. A partial last
-        unit is not copied."""
+        """Copy a block's columns (KC elements each) to scratch where they do not conflict in the L1, if enough rows pay for it.
+        Returns the addresses to read from: the copies' or, with few rows, the columns'. No partial unit is copied."""
         k, many, bits = self.k, self.rows > COPIED, f"<{self.unit * self.itemsize // 4} x i32>"
         whole = (block.last - block.first) // self.unit * self.unit
         with k.when(many), k.loop(0, whole, self.unit) as d:
@@ -230,8 +225,7 @@ class SkinnyGemm:
     def _micro_tile(self, block: Block, columns, row, rows: int, tile_number) -> None:
         """One micro-tile of a block of B: `rows` rows of a from `row` on x the block's columns, read from the addresses `columns`.
         Rows beyond the last recompute it. The accumulators, `lanes` partial sums of an element each, are loaded from scratch after
-        the first KC block, stored there before the last, and reduced to `sums` after the last. `tile_number`: its number in the
-        block."""
+        the first KC block, stored there before the last, and reduced to `sums` after the last. `tile_number`: its index."""
         k, tiling = self.k, self.tiling
         numbers = [k.min(row + i, self.rows - 1) for i in range(rows)]
         chains = self._chains(rows, tiling.wide)
@@ -264,9 +258,8 @@ class SkinnyGemm:
 
     def _microkernel(self, left, block: Block, columns, chains, tile_number) -> None:
         """chains[r][c] += row r of a * column c, lane by lane, over the block's KC elements of the depth. `left`: addresses of the
-        rows at the block's first element; `columns`: of the columns, read in whole units (a partial last one: from
-        `block.columns`). Of the next block this tile prefetches an equal share, number `tile_number` of `block.tiles`, `step` bytes
-        with each unit."""
+        rows at the block's first element; `columns`: of the columns, for whole units (a partial one: `block.columns`). Of the next
+        block this tile prefetches an equal share, number `tile_number` of `block.tiles`, `step` bytes with each unit."""
         k, unit, size = self.k, self.unit, block.last - block.first
         whole, unit_bytes = size // unit * unit, len(columns) * unit * self.itemsize
         step = k.int(unit_bytes) // block.tiles

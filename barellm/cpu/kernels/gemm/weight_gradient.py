@@ -52,8 +52,7 @@ class WgradEpilogue:
         return [k.mask_first(self.K - col - v * k.lanes) if self.K % nr else None for v in range(self.tile.vectors)]
 
     def store_row(self, add: bool, row, col, sums, masks) -> list[Value]:
-        """dweight[row, col ...] = `sums`, a vector of fp32 for each of `masks`, scaled, or with `add` plus the old one. Returns
-        what is stored."""
+        """dweight[row, col ...] = `sums`, a vector for each of `masks`, scaled, with `add` plus the old one. Returns it."""
         stored = []
         for v, value in enumerate(sums):
             at = row * self.K + col + v * self.k.lanes

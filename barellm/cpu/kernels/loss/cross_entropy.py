@@ -56,9 +56,9 @@ def sum_above(k, logits, valid: int, top) -> Value:
 
 
 def write_gradient(k, dlogits, logits, target, lse, loss_factor, *, V: int, valid: int, mode: str) -> None:
-    """One row of the gradient, dlogits (V) = (softmax - onehot) * inv_targets * loss_factor, stored or added (`mode`), with softmax
-    = exp(logits - lse); zero where the target is ignored (-1), and from `valid` on (padding). `loss_factor`: loss scale, None: 1.
-    dlogits may alias the logits."""
+    """A gradient's row, dlogits (V) = (softmax - onehot) * inv_targets * loss_factor, stored or added (`mode`), with softmax =
+    exp(logits - lse); zero where the target is ignored (-1), and from `valid` on (padding). `loss_factor`: loss scale, or None.
+    Logits may be overwritten."""
     counted = target >= 0
     scale = k.to(k.scalar("inv_targets"), "float")
     scale = k.select(counted, scale if loss_factor is None else scale * loss_factor, 0.0)

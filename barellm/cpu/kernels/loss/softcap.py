@@ -63,8 +63,7 @@ class Target:
 
 def targets_of(k, logits, targets, row, row_begin, *, cap: Cap | None, predict: int, length: str | int) -> list[Target]:
     """Load the `predict` targets of a row, the tokens that follow it; one beyond the end of the row's sequence (`length`) does not
-    count. `logits` points to the row's first logit; `targets` (i32) to the target of the call's row 0; `row_begin`: that row's
-    number in the run."""
+    count. `logits` points to the row's first logit; `targets` (i32) to the target of the call's row 0; `row_begin`: its number."""
     seq = k.scalar(length) if isinstance(length, str) else k.int(length)
     position, result = (row_begin + row) % seq, []
     for ahead in range(predict):
@@ -179,8 +178,7 @@ def row_gradients(
     k, dlogits, logits, targets, lse, loss_scale, scale, row_begin, row_limit, *, V, valid, dims, inner, cap, mode, **more
 ) -> None:
     """The kernel of the backward pass: dlogits (rows, V), stored or added (`mode`), from logits, targets and the forward pass's lse
-    (rows). With a `scale` (1), dlogits are stored as FP8 codes relative to it. `loss_scale`: the state of dynamic loss scaling,
-    None: off."""
+    (rows). With a `scale` (1), dlogits are stored as FP8 codes relative to it. `loss_scale`: dynamic loss scaling, or None."""
     factor = factor_of(k, loss_scale, cap, scale)
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         src, row_lse = logits.at(row * V), lse.get(row)

@@ -46,9 +46,8 @@ def head_constants(op: Op) -> dict[str, Any]:
 def layernorm(k, y, mean, rstd, x, weight, bias, *, C, eps, dims, inner) -> None:
     """The kernel of both norms, for each row of x (rows, C). LayerNorm: y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance
     + eps); with `mean` None RMSNorm: y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + eps). Writes mean, rstd (rows) fp32; weight,
-    bias (C), None: 1 and 0. Memory is read once: the row stays in registers, or in the L1 if it is long. LayerNorm's sums are
-    shifted by the row's first element (shifted-data algorithm): E[x^2] - E[x]^2 loses all digits when |mean| is 3000 times the
-    deviation."""
+    bias (C), None: 1 and 0. Memory is read once: the row stays in registers, or in the L1 if it is long. LayerNorm's sums are of x
+    minus the row's first element (shifted-data algorithm): E[x^2] - E[x]^2 loses all digits at |mean| = 3000 deviations."""
     in_registers = k.lanes * (k.isa.registers - STEP_REGISTERS) >= C
     rows = k.num_elements(dims) * inner
     nontemporal = loops.exceeds_caches(k, rows, C, y)

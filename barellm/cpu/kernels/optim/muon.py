@@ -121,8 +121,7 @@ def column_means(k, means, x, rows, *, C) -> None:
 def scales_of_means(k, second, scales, means, clip, n, *, beta2, each) -> None:
     """The kernel of NorMuon's factors of rows or columns: second (n) = beta2 second + (1 - beta2) means; scales (n) = ratio /
     sqrt(second), with the ratio that gives the scaled x the norm of x. means (n), from `row_means` or `column_means`: the mean
-    squares of `each` elements. There are few, so one thread does all, in double. If the gradient's norm is not finite, `second`
-    stays."""
+    squares of `each` elements. They are few: one thread does all, in double. If the norm is not finite, `second` stays."""
     finite = clip.get(1).equals(clip.get(1))
     with k.parallel_for(1):
         sum_before, sum_after = k.var(k.const(0.0, "double")), k.var(k.const(0.0, "double"))

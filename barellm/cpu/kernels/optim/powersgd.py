@@ -46,8 +46,7 @@ def factor_across(k, y, grad, error, f, *, rows, cols, rank) -> None:
 
 
 def factor_down(k, partials, grad, error, f, *, rows, cols, rank) -> None:
-    """The kernel: partials (chunks, rank, cols) fp32 = f M over the rows of each chunk, M = grad + error (rows, cols), f (rank,
-    rows)."""
+    """The kernel: partials (chunks, rank, cols) = f M over each chunk's rows, M = grad + error (rows, cols), f (rank, rows)."""
     with chunks_of_rows(k, partials, k.int(rows), cols, rank) as (dst, begin, end):
         assert dst is not None
         for i, height, j, width in tiles(k, begin, end, rank, DOWN[k.isa.registers]):

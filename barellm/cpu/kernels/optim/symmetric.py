@@ -37,8 +37,8 @@ def symmetric_gemm(k, out, x, linear, square, *, n: int, depth: int, columns: bo
 
 
 class SymmetricGemm:
-    """One thread's loop over work items. State of the loops: rows [first, last) of the result x the NR columns of B panel
-    `panel_index`, from `col` on."""
+    """One thread's loop over work items. State: rows [first, last) of the result x the columns of B panel `panel_index`, from `col`
+    on."""
 
     def __init__(self, k, out, x, factors: tuple[Value, Value] | None, *, n: int, depth: int, columns: bool, tile: Tile) -> None:
         """Operands as in `symmetric_gemm`; `factors`: linear and square in all lanes. Scratch: two B panels, two A panels, the
@@ -176,8 +176,7 @@ class SymmetricGemm:
             self._store_vector(column + r, row, value, k.int(n) if masked else None, self.last - row)
 
     def _store_vector(self, row, column, value, end, width) -> None:
-        """Store a vector of row `row` of out from `column` on; with an `end`, only if the row is before it, and only `width`
-        elements."""
+        """Store a vector of row `row` of out from `column` on; with an `end`, if the row is before it, `width` elements."""
         if end is None:
             self.out.store(value, row * self.n + column)
             return

@@ -9,8 +9,8 @@ from barellm.program.ops.pointwise.binary import BITS, words_of
 
 
 def word_of(k, x, column, count: int) -> Value:
-    """The i32 word of `count` signs from x[column] on: bit i is set where element i >= 0. A vector's comparison gives `lanes` bits,
-    by one instruction."""
+    """The i32 word of `count` signs from x[column] on: bit i is set where element i >= 0. A vector's comparison gives `lanes`
+    bits."""
     word = k.const(0, "i32")
     for part in range(0, min(count, BITS), k.lanes):
         left = count - part

@@ -23,16 +23,15 @@ def keyed_rows(k, out, x, stream, batch, seq, C: int) -> Iterator[tuple[Pointer,
 
 
 def store_dropped(k, dst, src, column, left: int, word, rate: float, mode: str) -> None:
-    """dst[column ...] = src * keep / (1 - rate), stored or added (`mode`), of one vector, of which `left` elements exist; `word`:
-    its random i32 lanes."""
+    """dst[column ...] = src * keep / (1 - rate), stored or added, of one vector of `left` elements; `word`: random lanes."""
     mask = None if left >= k.lanes else k.mask_first(left)
     y = src.load(column, mask) * random.keep(k, word, rate)
     dst.store(accumulate(k, dst, column, mask, y, mode), column, mask)
 
 
 def dropout(k, out, x, stream, *, batch, seq, C: int, rate: float, mode: str) -> None:
-    """The kernel: out (batch, seq, C) = x * keep / (1 - rate), stored or added (`mode`), by the threefry words of (seed, step,
-    sample, `stream`, position, column)."""
+    """The kernel: out (batch, seq, C) = x * keep / (1 - rate), stored or added (`mode`), by threefry of (seed, step, sample,
+    stream, position, column)."""
     for dst, src, key, position in keyed_rows(k, out, x, stream, batch, seq, C):
         for block, columns in blocks(k, C, 2 * HALF):
             for part, offset in random.column_blocks(k.lanes):
@@ -47,8 +46,8 @@ def dropout(k, out, x, stream, *, batch, seq, C: int, rate: float, mode: str) ->
 
 
 def tausworthe_dropout(k, out, x, stream, *, batch, seq, C: int, rate: float, bits: str, mode: str) -> None:
-    """The kernel: `dropout` with the draws of a Tausworthe generator, whose streams begin at each block of columns of a row;
-    `bits`: the generator's kind."""
+    """The kernel: `dropout` with the draws of a Tausworthe generator, whose streams begin at each block of columns; `bits`: its
+    kind."""
     for dst, src, key, position in keyed_rows(k, out, x, stream, batch, seq, C):
         for number, columns in blocks(k, C, BLOCK):
             streams = Streams(k, bits, key, position, number)

@@ -49,8 +49,7 @@ def gate_logits_backward(
     k, partials, dx, dextra, dz, x, extra, weight, *, N, widths, strides, dstrides, modes, dims, inner
 ) -> None:
     """The kernel: [dx, dextra] = dz @ weight, and partials (chunks, N, K) fp32 = dz^T @ [x, extra] of each chunk of rows, in one
-    pass. The sums of few gates stay in registers, those of many in L1. `strides`: of the rows of x, extra; `dstrides`, `modes`: of
-    dx, dextra."""
+    pass. Sums of few gates stay in registers, of many in L1. ;`strides`: of x, extra;; `dstrides`, `modes`: of dx, dextra."""
     K = sum(widths)
     starts = [sum(widths[:i]) for i in range(len(widths))]
     vectors = [(i, c, mask) for i, columns in enumerate(widths) for c, mask in k.columns(columns)]
@@ -120,8 +119,7 @@ def gate_scale(k, factor, scale: float, *, squash: bool) -> tuple[Value, Value |
 
 def gated(k, y, base, x, z, factor, *, batch, seq, C, N, strides, scale, squash, shift, mode_y) -> None:
     """The kernel: y (rows, C) = base + gate * x[t - shift] (x before the sequence's begin: 0), gate = gate_scale * sigmoid(z), z
-    (rows, N) fp32: one for each group of D = C / N columns; `base` None: 0. A row's gates are computed first, into this thread's
-    scratch."""
+    (rows, N) fp32: one for each group of D = C / N columns; `base` None: 0. A row's gates are first computed to scratch."""
     T, D, stride = k.size(seq), C // N, dict(strides)
     rows, gates = k.size(batch) * T, k.thread_scratch()
     factor_scale, _ = gate_scale(k, factor, scale, squash=squash)

@@ -30,8 +30,7 @@ def prefetch_streams(k, i, streams) -> None:
 
 @kernel("mix", constants=lambda op: {"numbers": op.numbers, **loops.flat(op.y)}, views=" ".join(COEFFICIENTS))
 def mix(k, y, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, dims, width, mode_y) -> None:
-    """The kernel: y = the sum of k_i x_i over len(numbers) terms (1 to 4; further x_i and k_i are None), flat, stored or added
-    (mode_y)."""
+    """The kernel: y = the sum of k_i x_i over len(numbers) terms (1 to 4; the others None), flat, stored or added (mode_y)."""
     factors = [coefficient(k, number, p) for number, p in zip(numbers, (k0, k1, k2, k3), strict=False)]
     (first, first_factor), *others = zip((x0, x1, x2, x3), factors, strict=False)
     for i, mask, put in loops.elementwise(k, k.num_elements(dims) * width, y, unroll=4, mode=mode_y):

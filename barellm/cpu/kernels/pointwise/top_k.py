@@ -81,8 +81,7 @@ def rank_of(k, selected, K: int, i) -> Value:
 
 def top_k(k, values, indices, x, *, C, K, dims, inner) -> None:
     """The kernel: values (rows, K) = the K largest elements of each row of x (rows, C), descending; indices (rows, K) i32 = their
-    columns. Of equal elements the one with the lower column comes first. A row's keys, and its K selected keys and columns, are in
-    scratch."""
+    columns. Of equal elements the one with the lower column comes first. Keys, selected keys and columns are in scratch."""
     keys = k.thread_scratch("i32")
     selected, columns = keys.at(padded(C)), keys.at(padded(C) + padded(K))
     with k.parallel_for(k.num_elements(dims) * inner) as row:

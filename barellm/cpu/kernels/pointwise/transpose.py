@@ -50,9 +50,8 @@ class Squares:
 def transpose_tiles(k, y, x, rows: int, columns: int, *, side: int, inner: Square, edge: Square, adds: bool) -> None:
     """Transpose tiles of x (rows, columns) into y (columns, rows) in parallel, by squares of `side` elements: inner(r, c) for a
     full square at x[r, c], edge(r, c) for a partial one. Software prefetches, because no hardware prefetcher follows so many rows:
-    for long rows what is to their right, else what the square below reads; with `adds` (y is read too) also what squares to the
-    right will read of y. Long rows take two squares at a time: rows of y are then short, and parts of two cache lines are written
-    together."""
+    ;of long rows what is to their right, else the square below;; with `adds` (y is read too) also what squares to the right will
+    read of y. Long rows take two squares at a time: rows of y are short then, and parts of two lines are written together."""
     long = columns > rows
     strip, next_read = (2 * side, PREFETCH_LINES * loops.LINE // x.itemsize) if long else (side, side * columns)
     height, width = STRIPS * side, WIDTH // x.itemsize
@@ -118,8 +117,7 @@ def transpose_plane(k, y, x, *, rows, columns) -> None:
 
 
 def transpose_add(k, y, y_lo, x, x_lo, *, rows, columns) -> None:
-    """The kernel: y (columns, rows) += x^T in fp32, for any storage format of x and y (`_lo`: low planes, or None), by squares of
-    `lanes` x `lanes`."""
+    """The kernel: y (columns, rows) += x^T in fp32, for any storage format (`_lo`: low planes, or None)."""
     src, dst = storage.Weight(k, x, x_lo), storage.Weight(k, y, y_lo)
 
     def load(offset, further: int, mask) -> Value:
