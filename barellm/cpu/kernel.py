@@ -8,7 +8,8 @@ that differ between ops which share the code: attributes of the op, or what a lo
 constants of the code. One specialisation is compiled for each combination of dtypes and constants, and shared by all ops that
 need it.
 
-What files of kernels need has its name here too: ISA, Op, Tensor, and of the kernel language Pointer, Value and Var."""
+What files of kernels need has its name here too: ISA, Op, Tensor, operands of calls (`runtime.lowering`), PLANES (dtypes of
+weights in two planes), and of the kernel language Pointer, Value and Var."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,14 +20,16 @@ from barellm.cpu.extern import Prepare, callback, extern
 from barellm.cpu.isa import ISA
 from barellm.cpu.lang import Pointer, Value, Var
 from barellm.cpu.specialisation import Emit, KernelBuilder, Specialisation
+from barellm.program.dtypes import PLANES
 from barellm.program.ops.base import Op, Tensor
 from barellm.program.tensor import Dim
-from barellm.runtime.lowering import Region, part, weight_operand
+from barellm.runtime.lowering import Region, part, plane, rows_of, share, view_stride, weight_operand
 from barellm.runtime.registry import Registry
 
 __all__ = [
-    "ISA", "REGISTRY", "Call", "Emit", "KernelBuilder", "Lowering", "Op", "Pointer", "Region", "Specialisation", "Tensor", "Value",
-    "Var", "dims_of", "kernel", "lowering", "part", "positional",
+    "ISA", "PLANES", "REGISTRY", "Call", "Emit", "KernelBuilder", "Lowering", "Op", "Pointer", "Region", "Specialisation", "Tensor",
+    "Value", "Var", "dims_of", "kernel", "lowering", "part", "plane", "positional", "rows_of", "share", "view_stride",
+    "weight_operand",
 ]  # fmt: skip
 
 

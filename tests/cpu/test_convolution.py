@@ -7,7 +7,7 @@ import pytest
 from barellm.cpu.isa import cross
 from barellm.cpu.kernel import Lowering
 from barellm.cpu.kernels.conv import conv_tiled
-from barellm.cpu.kernels.conv.winograd import linear
+from barellm.cpu.kernels.conv.winograd import transform_vectors
 from barellm.cpu.step import lower_and_plan
 from barellm.program.builder import Program, Store
 from barellm.program.ops.convolution import Conv2dDx
@@ -166,5 +166,5 @@ def test_winograds_transforms_share_their_sums():
         __sub__ = __mul__ = __add__
 
     k = SimpleNamespace(vec="", to=lambda c, _: c, fma=lambda x, c, total: total + x)
-    linear(k, input_matrix(6), [Number() for _ in range(6)])
+    transform_vectors(k, input_matrix(6), [Number() for _ in range(6)])
     assert Number.count == 14

@@ -1,4 +1,7 @@
-"""Kernels, a folder for each family; importing this package fills the registry of `cpu.kernel`."""
+"""Kernels, a folder for each family; importing this package fills the registry of `cpu.kernel`.
+
+`k` is the KernelBuilder. Positional parameters without an annotation exist when the kernel runs: Pointers, and Values in registers
+(or integers in their place). What is annotated, and a kernel's keyword-only parameters, is known while code is emitted."""
 
 from importlib import import_module
 from pkgutil import walk_packages

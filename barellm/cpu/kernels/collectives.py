@@ -9,18 +9,15 @@ from operator import add
 
 import numpy as np
 
-from barellm.cpu.kernel import Lowering, Op, Pointer, Tensor, lowering
+from barellm.cpu.kernel import PLANES, Lowering, Op, Pointer, Region, Tensor, lowering, part, plane
 from barellm.cpu.kernels import loops, reductions
-from barellm.program.dtypes import PLANES
 from barellm.program.ops.optim.optimizer import CHUNK
-from barellm.runtime.lowering import Region, part, plane
 
 Arrays = list[tuple[int, np.ndarray]]  # with their destination or source rank
 
 
 def sum_over_ranks(k, y, own, others, n, *, rank, count) -> None:
-    """;The sum of a reduce-scatter: y (n) = that of all ranks' gradients, in rank order;; `own` (n): this rank's, others (count -
-    1, n)."""
+    """;;Of a reduce-scatter: y (n) = the sum of all ranks' gradients, in rank order;;; own (n), others (count - 1, n)."""
     for i, mask, put in loops.elementwise(k, n, y):
         terms = [others.load(n * j + i, mask) for j in range(count - 1)]
         terms.insert(rank, own.load(i, mask))
@@ -56,10 +53,8 @@ def lower_gather(op: Op, c: Lowering) -> None:
     _transfer(op, c, lambda t: [plane(t, number)[0] for number in op.planes(t)] or [part(t)])
 
 
-def _transfer(
-    op: Op, c: Lowering, regions: Callable[[Tensor], list[Region]],
-    transfer: Callable[[Arrays, Arrays], Callable[[], None]] | None = None, *, scalar: str = "",
-) -> None:  # fmt: skip
+def _transfer(op: Op, c: Lowering, regions: Callable[[Tensor], list[Region]],
+        transfer: Callable[[Arrays, Arrays], Callable[[], None]] | None = None, *, scalar: str = "") -> None:  # fmt: skip
     """Append an external call that exchanges messages between ranks, from and to the arena. regions(t): the bytes of a tensor that
     are sent or received. transfer(sends, receives) gives the function that a run calls; None: the ranks' `prepared`, which sends
     and waits. `scalar`: the name of the run-time scalar that it depends on."""

@@ -67,10 +67,8 @@ def add_chunks(k, out, partials, chunks, C: int, stride: int, mode: str) -> None
             out.store(loops.accumulate(k, out, c, mask, total.value, mode), c, mask)
 
 
-def lower_column_sums(
-    c: Lowering, emit: Callable[..., None], operands: dict[str, Any], like: Tensor, outputs: dict[str, Tensor],
-    modes: dict[str, str], *, writes: str = "", **constants,
-) -> None:  # fmt: skip
+def lower_column_sums(c: Lowering, emit: Callable[..., None], operands: dict[str, Any], like: Tensor, outputs: dict[str, Tensor],
+        modes: dict[str, str], *, writes: str = "", **constants) -> None:  # fmt: skip
     """Append a call of `emit`, which computes the operand `partials` (chunks, len(outputs), C; None without outputs) and the
     operands that `writes` names; then for each of the `outputs` (C) a call that adds up its partial sums, in its mode. `like`: the
     tensor (rows, C) that is summed; `constants`: further ones of `emit`."""
@@ -109,9 +107,8 @@ def combine_scalars(k, out0, out1, out2, out3, partials, *, modes, dims, inner) 
             loops.accumulate_scalar(k, out, 0, k.lane(total.value, i), mode)
 
 
-def lower_scalars(
-    c: Lowering, partials: tuple[Region, str] | None, like: Tensor, outputs: dict[str, Tensor], modes: dict[str, str]
-) -> None:
+def lower_scalars(c: Lowering, partials: tuple[Region, str] | None, like: Tensor, outputs: dict[str, Tensor],
+        modes: dict[str, str]) -> None:  # fmt: skip
     """Append the call that adds up at most four columns of partials, one for each of `outputs`; none if `partials` is None."""
     if partials is None:
         return
@@ -195,8 +192,6 @@ def lower_clip_scale(op: Op, c: Lowering) -> None:
     totals = c.workspace("totals", 8 * len(partials))
     for i, t in enumerate(partials):
         c.call(add_partials, {"total": (part(totals, 8 * i, 8 * i + 8), "fp64"), "partials": t, "n": t.size}, writes="total")
-    operands = {
-        "clip": op.outputs["clip"], "skipped": op.outputs["skipped"], "loss_scale": op.outputs.get("loss_scale"),
-        "totals": (part(totals), "fp64"), "n": len(partials),
-    }  # fmt: skip
+    operands = {"clip": op.outputs["clip"], "skipped": op.outputs["skipped"], "loss_scale": op.outputs.get("loss_scale"),
+        "totals": (part(totals), "fp64"), "n": len(partials)}  # fmt: skip
     c.call(clip_scale, operands, {"limit": float(op.attrs["clip"])}, writes="clip skipped loss_scale")

@@ -7,9 +7,8 @@ fp32 with fewer bits of exponent and mantissa. p[index...] are elements from `in
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.kernel import KernelBuilder, Pointer, Tensor, Value
+from barellm.cpu.kernel import KernelBuilder, Pointer, Tensor, Value, part, plane
 from barellm.program import dtypes, moments
-from barellm.runtime.lowering import part, plane
 
 
 def weight_operands(name: str, t: Tensor) -> dict[str, Any]:

@@ -50,9 +50,8 @@ def use_one_pass(k, items) -> Value:
     return (rounds * threads * ONE_PASS) <= (items * TWO_PASSES)
 
 
-def attention_backward_dkdv(
-    k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream, *, batch, modes, heads, kv_heads, D, **shape
-) -> None:
+def attention_backward_dkdv(k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream, *, batch, modes, heads,
+        kv_heads, D, **shape) -> None:  # fmt: skip
     """The kernel: dkeys and dvalues (B, T, kv_heads * D), and in one pass also dq. A work item is a head of keys (one pass), or one
     of its blocks of keys, for all query heads that share it: the first of a group of several zeroes the accumulators s["dk"] and
     s["dv"], the last stores them. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v, dq, dk, dv; `starts`,
@@ -72,10 +71,8 @@ def attention_backward_dkdv(
         start = k.select((position & 1).equals(0), position >> 1, per_head - 1 - (position >> 1))
         stop = k.select(is_one_pass, blocks, start + 1)
         with query_heads(k, group) as group_index:
-            h = BackwardHead(
-                k, operands, index // kv_heads, index % kv_heads * group + group_index,
-                heads=heads, kv_heads=kv_heads, D=D, **shape,
-            )  # fmt: skip
+            h = BackwardHead(k, operands, index // kv_heads, index % kv_heads * group + group_index, heads=heads, kv_heads=kv_heads,
+                D=D, **shape)  # fmt: skip
             g, s = h.g, h.s
             is_first, is_last = (None, None) if group == 1 else (group_index.equals(0), group_index.equals(group - 1))
             with k.when(is_one_pass):
@@ -112,9 +109,8 @@ def add_key_block(k, h: BackwardHead, T, j0, step, dk, dv, add, is_one_pass, is_
         h.store_dkdv(j0, packed_keys, dk, dv, add)
 
 
-def attention_backward_dq(
-    k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream, *, batch, modes, heads, kv_heads, D, **shape
-) -> None:
+def attention_backward_dq(k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream, *, batch, modes, heads,
+        kv_heads, D, **shape) -> None:  # fmt: skip
     """The kernel: dq (B, T, heads * D), unless one pass did: then there are no items. A work item is a group of queries of a head,
     which accumulates dQ^T in s["dq"] over all blocks of keys. Parameters as in `attention_backward_dkdv`."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)

@@ -17,9 +17,9 @@ from barellm.program.integers import round_up
 
 
 def scratch_units(g, rate: float, length: int, *, shared: bool, bounded: bool, capped: bool) -> dict[str, int]:
-    """Sizes of a BackwardHead's scratch blocks in 32-bit units. Accumulators (fp32): "dq" of `length` queries, "dk" and "dv"
-    [key][g.padded_D] of a block of keys, or with grouped queries (`shared`) of `length`. `rate` of dropout; `bounded`: windows or
-    documents; `capped`: softcap."""
+    """Sizes of a BackwardHead's scratch blocks (32-bit units). Accumulators (fp32): "dq" of `length` queries, "dk" and "dv"
+    [key][g.padded_D] of a block of keys, or with grouped queries (`shared`) of `length`. `bounded`: windows or documents; `capped`:
+    softcap."""
     kv_length = round_up(length, micro.KEY_BLOCK) if shared else micro.KEY_BLOCK
     return {
         "rows": g.rows_units(g.queries),
@@ -59,10 +59,8 @@ class BackwardHead:
     """One head of one sequence in a backward pass: its rows in memory (`q`, `keys`, `values`, `dq`, `dk`, `dv`, `dout`: HeadRows),
     `lse` and `delta` [T] fp32, its scratch blocks `s` (`scratch_units`), and the steps of the pass on them."""
 
-    def __init__(
-        self, k, operands: Operands, sequence, head, *, seq, heads, kv_heads, D, strides, rate, length,
-        mask_spec: attention_mask.MaskSpec,
-    ) -> None:  # fmt: skip
+    def __init__(self, k, operands: Operands, sequence, head, *, seq, heads, kv_heads, D, strides, rate, length,
+            mask_spec: attention_mask.MaskSpec) -> None:  # fmt: skip
         """Find the rows of query head `head` of sequence number `sequence`, and of its head of keys. `operands`: the kernel's;
         `strides`: of q, k, v, dq, dk, dv; `rate` of dropout; `length`: queries whose dq accumulates in scratch."""
         q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream = operands
@@ -132,9 +130,8 @@ class BackwardHead:
         self.key_range.store_first_keys(self.k, self.g, t, first_keys)
         return self.key_range.bounds_of(self.k, self.g, t, first_keys)
 
-    def probabilities(
-        self, j0, t, begin, num_keys, shift, delta, *, for_dkdv: bool, key_bounds: micro.KeyBounds | None = None
-    ) -> None:
+    def probabilities(self, j0, t, begin, num_keys, shift, delta, *, for_dkdv: bool,
+            key_bounds: micro.KeyBounds | None = None) -> None:  # fmt: skip
         """Recompute P = exp(S - lse), and dS = P (M dP - delta), of the packed keys [begin, num_keys) of the block from key j0 on x
         the group of queries from t on: S = K Q^T, dP = V dO^T, M: dropout's multipliers; with a softcap dS times its slope. Writes
         s["ds_vnni"] = dS in units along the keys, `for_dkdv` also s["p"] = P M and s["ds"] = dS in units along the queries.
@@ -179,9 +176,8 @@ class BackwardHead:
             micro.store_units(k, g, s["ds"].at((j + r) * per_row), ds)
         return ds
 
-    def _probabilities_of_tiles(
-        self, j0, t, begin, num_keys, shift, delta, *, for_dkdv: bool, key_bounds: micro.KeyBounds | None
-    ) -> None:
+    def _probabilities_of_tiles(self, j0, t, begin, num_keys, shift, delta, *, for_dkdv: bool,
+            key_bounds: micro.KeyBounds | None) -> None:  # fmt: skip
         """`probabilities` on AMX: the tile registers leave S and dP of a tile of keys in memory, s["p_tile"] and s["dp_tile"]
         [g.rows][g.queries] fp32; a second pass takes two rows at a time, which are a VNNI pair along the keys."""
         k, g, s = self.k, self.g, self.s

@@ -36,17 +36,14 @@ def select_chunk_count(k, heads, blocks, mask_spec: MaskSpec) -> Value:
     return best
 
 
-def attention_backward_windowed(
-    k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream, *, batch, seq, modes, heads, kv_heads, D, mask_spec,
-    **shape,
-) -> None:  # fmt: skip
+def attention_backward_windowed(k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream, *, batch, seq, modes,
+        heads, kv_heads, D, mask_spec, **shape) -> None:  # fmt: skip
     """The kernel: dq, dkeys and dvalues (shapes of q, keys, values) with windows or documents. A work item is a chunk of a head of
     keys, for all query heads that share it. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v, dq, dk, dv.
     `starts` (B, T) i32: first position of each token's document, or None; `stream`: dropout's random stream."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
-    size_constants: dict[str, Any] = {
-        "seq": seq, "heads": heads, "kv_heads": kv_heads, "D": D, "mask_spec": mask_spec, **shape,
-    }  # fmt: skip
+    size_constants: dict[str, Any] = {"seq": seq, "heads": heads, "kv_heads": kv_heads, "D": D, "mask_spec": mask_spec,
+        **shape}  # fmt: skip
     T, count = mask_spec.length(k, seq), k.size(batch) * kv_heads
     blocks = k.ceil_div(T, KEY_BLOCK)
     num_chunks = select_chunk_count(k, count, blocks, mask_spec)

@@ -10,8 +10,6 @@ lanes of g.vectors vectors; `group`, its index in the work item; `j0`, first key
 transposed, (keys, queries). softmax_scale_log2 = scale * log2(e), as exponentials are powers of 2. `mask_spec`: what of the mask is
 known at compile time (attention_mask.py); layouts of blocks: attention_microkernels.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -26,6 +24,8 @@ from barellm.cpu.kernels.attention.attention_single_block import attention_singl
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.lang.vector import ln, tanh
 
+Start = Callable[[Value], list[list[Value]]]  # row of a block of keys -> the initial scores of its tile
+Capped = Callable[[Value], Value]  # scores -> scores under a softcap
 QUERY_BLOCK = 128  # queries that share the packing of keys and values, where that leaves enough work items
 
 
@@ -35,9 +35,8 @@ def groups_per_block(g) -> int:
 
 
 def select_query_block(k, g, count, T) -> tuple[Value, Value]:
-    """(queries of a work item, work items of a head): QUERY_BLOCK queries, which share the packing of K and V, where that leaves
-    four items a thread, else one group, for load balance. `count`: heads of all sequences, of T queries each. No bit depends on
-    it."""
+    """(queries of a work item, work items of a head): QUERY_BLOCK queries, which share packed K and V, where that leaves four items
+    a thread, else one group, for load balance. `count`: heads of all sequences, of T queries each. No bit depends on it."""
     large = groups_per_block(g) * g.queries
     enough = (count * k.ceil_div(T, large)) >= (k.threads * 4)
     block = k.select(enough, k.int(large), k.int(g.queries))
@@ -63,10 +62,9 @@ def scratch_units(g, rate: float = 0.0, bounded: bool = False) -> dict[str, int]
     }
 
 
-def attend_queries(
-    k, g, q, keys, values, out, lse, first, last, pos, dropout: micro.Dropout | None = None, head=None, sample_key=None,
-    mask_spec: MaskSpec = PLAIN, key_range: KeyRange | None = None, length=None, cached: bool = False,
-) -> None:  # fmt: skip
+def attend_queries(k, g, q, keys, values, out, lse, first, last, pos, dropout: micro.Dropout | None = None, head=None,
+        sample_key=None, mask_spec: MaskSpec = PLAIN, key_range: KeyRange | None = None, length=None,
+        cached: bool = False) -> None:  # fmt: skip
     """The work item: out (last - first, D) and lse of the queries [first, last) of one head, by online softmax over all blocks of
     keys that they see. q, keys, values, out: HeadRows of one sequence, from token 0 on, and so lse (None: not stored). Query t is
     at position t, or pos + t with `cached`. `head`, `sample_key`: of the random bits of `dropout`; `key_range`: windows or
@@ -116,10 +114,8 @@ def init_softmax(k, g, s, q, t, last, group, lowest: float) -> None:
         s["stats"].store(0.0, group * (2 * g.queries) + g.queries + v * g.lanes)
 
 
-def online_softmax_step(
-    k, g, s, group, v_block, begin, num_keys, softmax_scale_log2, tile_mask: micro.TileMask, fill: Callable[[], None] | None = None,
-    start: Start | None = None, capped: Capped = lambda x: x,
-) -> None:  # fmt: skip
+def online_softmax_step(k, g, s, group, v_block, begin, num_keys, softmax_scale_log2, tile_mask: micro.TileMask,
+        fill: Callable[[], None] | None = None, start: Start | None = None, capped: Capped = lambda x: x) -> None:  # fmt: skip
     """Add the packed keys [begin, num_keys) of a block to a group's softmax: m' = max(m, scores), alpha = exp(m - m'), sum = alpha
     sum + p, acc = alpha acc + V^T p. Updates s["stats"] [maximum, sum][g.queries] and s["acc"] [D][queries] fp32. `v_block`: V as
     `pack_left` returned it; s["k"] and s["q"]: packed K and Q. tile_mask(j): `tile_mask` of the tile from row j on; fill() writes
@@ -152,13 +148,8 @@ def finish_softmax(k, g, s, out, lse, t, last, group, softmax_scale) -> None:
             lse.at(t).store(value, v * g.lanes, k.mask_first(count - v * g.lanes))
 
 
-Start = Callable[[Value], list[list[Value]]]
-Capped = Callable[[Value], Value]
-
-
-def score_key_block(
-    k, g, s, transposed, begin, num_keys, tile_mask: micro.TileMask, start: Start | None, capped: Capped
-) -> list[Value]:
+def score_key_block(k, g, s, transposed, begin, num_keys, tile_mask: micro.TileMask, start: Start | None,
+        capped: Capped) -> list[Value]:  # fmt: skip
     """s["p"] [key][g.queries] fp32 = capped(K Q^T + start) of the keys [begin, num_keys), in tiles of g.rows keys, -infinity where
     a query does not see a key. K: s["k"], layout `rows`; Q: `transposed`, of that layout. Returns each query's largest score,
     g.vectors vectors. tile_mask, start, capped: as in `online_softmax_step`."""
@@ -235,11 +226,10 @@ def attention(k, out, lse, q, keys, values, starts, stream, *, batch, seq, heads
             for p, n, stride in zip((q, keys, values), counts, strides, strict=True)
         )
         dst = mask_spec.rows(out, token, head, D=D, heads=heads, stride=mask_spec.fold * heads * D)
-        attend_queries(
-            k, g, q_rows, k_rows, v_rows, dst, lse.at((sequence * heads + head) * T), first, last=k.min(first + block, T),
-            pos=k.int(0), dropout=dropout, head=head, sample_key=dropout.key(k, sequence) if dropout else None,
-            mask_spec=mask_spec, key_range=KeyRange.of(k, mask_spec, T, starts, sequence), length=None if mask_spec.causal else T,
-        )  # fmt: skip
+        attend_queries(k, g, q_rows, k_rows, v_rows, dst, lse.at((sequence * heads + head) * T), first, last=k.min(first + block,
+            T), pos=k.int(0), dropout=dropout, head=head, sample_key=dropout.key(k, sequence) if dropout else None,
+            mask_spec=mask_spec, key_range=KeyRange.of(k, mask_spec, T, starts, sequence),
+            length=None if mask_spec.causal else T)  # fmt: skip
 
 
 @lowering("attention", views="q k v", also={"starts": "i32"})
@@ -284,9 +274,8 @@ def append_to_caches(k, k_cache, v_cache, keys, values, positions, slots, *, bat
                 cache.store(source.load(full, mask), row + full, mask)
 
 
-def attention_cached(
-    k, out, q, k_cache, v_cache, positions, slots, *, batch, seq, heads, kv_heads, D, stride, length, mask_spec, exact
-) -> None:
+def attention_cached(k, out, q, k_cache, v_cache, positions, slots, *, batch, seq, heads, kv_heads, D, stride, length, mask_spec,
+        exact) -> None:  # fmt: skip
     """The kernel of decoding and prefill: out (B, T, heads * D) = causal attention of the T new queries q (B, T, heads * D) over
     the KV caches (rows, length, kv_heads * D), to which `append_to_caches` has added the new keys. `positions`, `slots`: as there;
     `stride`: of q's rows. T = 1 takes a kernel of its own; with `exact` one that gives a query the bits that it has among several,

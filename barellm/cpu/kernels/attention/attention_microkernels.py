@@ -436,9 +436,8 @@ class Dropout:
         return k.splat(first), k.splat(second)
 
     def fill(self, k, g, dst, key, head, query, first, count) -> None:
-        """dst [key][g.queries] fp32 = multipliers 0 or 1 / (1 - rate) of the keys [first, first + count) for the group of queries
-        from `query` on, by `key` (see `key`) and the query head. `first` is a multiple of 32 = 2 HALF: threefry gives two words, of
-        keys HALF apart."""
+        """dst [key][g.queries] fp32 = multipliers 0 or 1 / (1 - rate) of the keys [first, first + count) for the queries from
+        `query` on, by `key` and the query head. `first`: a multiple of 32 = 2 HALF, for threefry gives words of keys HALF apart."""
         rows = [k.splat((query + v * g.lanes) * self.heads + head) + k.iota() * self.heads for v in range(g.vectors)]
         with k.loop(0, count, 2 * HALF) as block, k.loop(0, HALF) as i:
             call = k.splat(((first + block) >> 1) + i)

@@ -51,9 +51,8 @@ def backward_units(g, shared: bool) -> dict[str, int]:
     along_queries = {name: MAX_SEQ * MAX_SEQ // 2 for name in ("p", "ds", "ds_vnni")}
     rows = {"k_rows": MAX_SEQ * g.row_units, "v_rows": MAX_SEQ * g.row_units}
     sums = {name: MAX_SEQ * g.padded_D if shared else 0 for name in ("dk", "dv")}
-    return {
-        **rows, **transposed, **vnni, **along_queries, **sums, "p_tile": g.rows * g.queries, "shift": MAX_SEQ, "delta": MAX_SEQ,
-    }  # fmt: skip
+    return {**rows, **transposed, **vnni, **along_queries, **sums, "p_tile": g.rows * g.queries, "shift": MAX_SEQ,
+        "delta": MAX_SEQ}  # fmt: skip
 
 
 def pack_head(k, g, source, count, *, rows=None, transposed=None, vnni=None) -> None:
@@ -89,8 +88,7 @@ def pack_head(k, g, source, count, *, rows=None, transposed=None, vnni=None) -> 
 
 
 def store_tile_rows(k, g, tile, dst, first, c, count, factors) -> None:
-    """dst[first + r] (HeadRows), from column c on, = row r of a register tile [row][vector] times factors[r] (rows below
-    `count`)."""
+    """dst[first + r] (HeadRows) from column c = row r of a register tile [row][vector] times factors[r] (rows below `count`)."""
 
     all_rows = (first + len(tile)) <= count
     for needs_check, branch in ((False, k.when), (True, k.otherwise)):
@@ -197,9 +195,8 @@ def single_block_probabilities(k, g, s, t, shift, softmax_scale_log2: float) -> 
     return [x.value for x in sums]
 
 
-def attention_backward_single_block(
-    k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, *, batch, seq, heads, kv_heads, D, strides, mask_spec
-) -> None:
+def attention_backward_single_block(k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, *, batch, seq, heads, kv_heads, D,
+        strides, mask_spec) -> None:  # fmt: skip
     """The kernel: dq, dkeys and dvalues of causal attention, T <= MAX_SEQ, from lse and delta (B, heads, T) fp32. A work item is a
     head of keys with its group of query heads; of a group of several, dK and dV are summed in scratch (s["dk"], s["dv"], fp32) and
     stored at the end. `strides`: of q, k, v, dq, dk, dv; `delta`: as in attention_backward.py."""
@@ -259,10 +256,8 @@ def single_block_gradients(k, g, s, t, softmax_scale_log2: float) -> None:
         lanes = range(first, g.vectors)
         shape = {"rows": rows, "vectors": len(lanes)}
         first_query = t + first * g.lanes
-        scores = micro.micro_kernel(
-            k, g, micro.BroadcastOperand(s["k_rows"].at(j * g.row_units), g.row_units, 1),
-            micro.VectorOperand(s["q_transposed"].at(first_query), MAX_SEQ), g.d_steps, **shape,
-        )  # fmt: skip
+        scores = micro.micro_kernel(k, g, micro.BroadcastOperand(s["k_rows"].at(j * g.row_units), g.row_units, 1),
+            micro.VectorOperand(s["q_transposed"].at(first_query), MAX_SEQ), g.d_steps, **shape)  # fmt: skip
         for n, v in enumerate(lanes):
             shift = s["shift"].load(t + v * g.lanes)
             for r, row in enumerate(scores):
@@ -270,10 +265,8 @@ def single_block_gradients(k, g, s, t, softmax_scale_log2: float) -> None:
                 if needs_mask and v == first:
                     p = mask_future_queries(k, g, p, j + r, t + v * g.lanes, 0.0)
                 s["p_tile"].store(p, (r * len(lanes) + n) * g.lanes)
-        dp = micro.micro_kernel(
-            k, g, micro.BroadcastOperand(s["v_rows"].at(j * g.row_units), g.row_units, 1),
-            micro.VectorOperand(s["do_transposed"].at(first_query), MAX_SEQ), g.d_steps, **shape,
-        )  # fmt: skip
+        dp = micro.micro_kernel(k, g, micro.BroadcastOperand(s["v_rows"].at(j * g.row_units), g.row_units, 1),
+            micro.VectorOperand(s["do_transposed"].at(first_query), MAX_SEQ), g.d_steps, **shape)  # fmt: skip
         deltas = [s["delta"].load(t + v * g.lanes) for v in lanes]
         for r in range(0, rows, 2):
             ds: list[list[Value]] = []

@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Value, lowering
+from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Value, lowering, weight_operand
 from barellm.cpu.kernels.attention import attention_microkernels as micro
 from barellm.cpu.kernels.attention.attention_forward import finish_softmax, init_softmax, online_softmax_step
 from barellm.cpu.kernels.attention.attention_mask import LOWEST, PLAIN
 from barellm.cpu.kernels.attention.relative_position_bias import Distances, RelativePositionBias, forward_units
 from barellm.cpu.kernels.gemm import amx
 from barellm.program import dtypes, layouts
-from barellm.runtime.lowering import weight_operand
 
 
 def geometry(isa: ISA, dtype: str, D: int, block: int, *, tiles: bool) -> micro.Geometry:
@@ -92,11 +91,9 @@ def scratch_units(g, block: int, distances: Distances | None) -> dict[str, int]:
     """Sizes of the blocks in scratch, in 32-bit units; `distances`: those that have a relative position bias, None: no bias."""
     n, rows = block // g.queries, blocks_per_pack(block) * block
     bias = forward_units(g, block, blocks_per_pack(block)) if distances else {}
-    return {
-        "q_rows": g.rows_units(g.queries), "q": n * g.transposed_units, "k": g.rows_units(rows),
-        "v_rows": g.rows_units(rows), "v": g.vnni_units(rows), "p": rows * g.queries, "acc": n * g.accumulator_units(),
-        "stats": n * 2 * g.queries, "alpha": g.queries, "out": g.queries * g.padded_D, **bias,
-    }  # fmt: skip
+    return {"q_rows": g.rows_units(g.queries), "q": n * g.transposed_units, "k": g.rows_units(rows), "v_rows": g.rows_units(rows),
+        "v": g.vnni_units(rows), "p": rows * g.queries, "acc": n * g.accumulator_units(), "stats": n * 2 * g.queries,
+        "alpha": g.queries, "out": g.queries * g.padded_D, **bias}  # fmt: skip
 
 
 def relative_bias_of(k, g, s, block: int, relative, head, heads: int, distances: Distances | None) -> RelativePositionBias | None:
@@ -106,10 +103,8 @@ def relative_bias_of(k, g, s, block: int, relative, head, heads: int, distances:
     return RelativePositionBias(k, g, s, block, micro.HeadRows.of(relative, k.int(0), head, D=g.D, stride=heads * g.D), distances)
 
 
-def block_sparse_attention(
-    k, out, lse, q, keys, values, rows, masks, relative, *, batch, seq, heads, kv_heads, D, strides, block, lists, entries,
-    distances,
-) -> None:  # fmt: skip
+def block_sparse_attention(k, out, lse, q, keys, values, rows, masks, relative, *, batch, seq, heads, kv_heads, D, strides, block,
+        lists, entries, distances) -> None:  # fmt: skip
     """The kernel: out (B, T, heads * D) and lse (B, heads, T) over the blocks of keys that the table `rows` lists for each block of
     queries; `masks`: see `BlockTable`. `relative` (distances, heads * D): the vectors of a relative position bias, or None. A work
     item is a block of queries: pack Q, then for as many listed blocks as fit into KEY_BLOCK rows gather K and V and do one step of

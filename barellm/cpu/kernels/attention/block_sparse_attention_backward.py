@@ -43,14 +43,12 @@ def scratch_units(g, block: int, rows: int, distances: Distances | None) -> dict
     accumulators "dq" of a block of queries, and "dk", "dv" of all `rows` keys. `distances`: of the position bias, None: no bias."""
     packed = blocks_per_pack(block) * block
     bias = backward_units(g, block, blocks_per_pack(block), distances) if distances else {}
-    return {
-        "rows": g.rows_units(g.queries), "q_transposed": g.transposed_units, "do_transposed": g.transposed_units,
+    return {"rows": g.rows_units(g.queries), "q_transposed": g.transposed_units, "do_transposed": g.transposed_units,
         "q": g.vnni_units(g.queries) + g.lanes, "do": g.vnni_units(g.queries) + g.lanes, "k_rows": g.rows_units(packed),
         "v_rows": g.rows_units(packed), "k": g.vnni_units(packed), "p_tile": g.rows * g.queries,
-        "dp_tile": g.rows * g.queries if g.tiles else 0, "p": packed * g.queries // g.pair,
-        "ds": packed * g.queries // g.pair, "ds_vnni": packed * g.queries // g.pair, "out": g.queries * g.padded_D,
-        "dq": g.accumulator_units(block // g.queries), "dk": rows * g.padded_D, "dv": rows * g.padded_D, **bias,
-    }  # fmt: skip
+        "dp_tile": g.rows * g.queries if g.tiles else 0, "p": packed * g.queries // g.pair, "ds": packed * g.queries // g.pair,
+        "ds_vnni": packed * g.queries // g.pair, "out": g.queries * g.padded_D, "dq": g.accumulator_units(block // g.queries),
+        "dk": rows * g.padded_D, "dv": rows * g.padded_D, **bias}  # fmt: skip
 
 
 class BlockSparseHead(BackwardHead):
@@ -58,10 +56,8 @@ class BlockSparseHead(BackwardHead):
     block, and `entry`, the table's entry of the first packed block, by which masks are found; block_distance(i): the index of the
     block of queries minus that of packed block i of keys. With `sums` it accumulates the gradient of its relative position bias."""
 
-    def __init__(
-        self, k, operands: Operands, sequence, head, table: BlockTable, rows: int, relative, distances: Distances | None,
-        *, sums: bool, **size_constants,
-    ) -> None:  # fmt: skip
+    def __init__(self, k, operands: Operands, sequence, head, table: BlockTable, rows: int, relative, distances: Distances | None,
+            *, sums: bool, **size_constants) -> None:  # fmt: skip
         """As BackwardHead. `rows`: tokens of a sequence, padded to blocks; `relative` (distances, heads * D), `distances`: the
         position bias's vectors and their first and last distance, or None; `sums`: accumulate their gradient."""
         self.table, self.padded, self.distances = table, rows, distances
@@ -141,10 +137,8 @@ def rows_per_part(k, batch: str | int, kv_heads: int, blocks) -> Value:
     return k.ceil_div(blocks, k.ceil_div(k.int(PARTIAL_SUMS), k.size(batch) * kv_heads))
 
 
-def block_sparse_attention_backward_rows(
-    k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, rows, masks, relative, partials, *, batch, modes, heads, kv_heads,
-    block, lists, entries, distances, **shape,
-) -> None:  # fmt: skip
+def block_sparse_attention_backward_rows(k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, rows, masks, relative, partials,
+        *, batch, modes, heads, kv_heads, block, lists, entries, distances, **shape) -> None:  # fmt: skip
     """The kernel: dq, and in one pass also dkeys and dvalues. A work item is a head of keys (one pass) or a part of its rows of the
     layout, for all its query heads. `rows`, `masks`: see `BlockTable`. partials (sequences, parts, distances, heads * D) fp32: sums
     of the relative bias's gradient. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v, dq, dk, dv."""
@@ -162,9 +156,8 @@ def block_sparse_attention_backward_rows(
         start, stop = k.select(is_one_pass, k.int(0), part_index), k.select(is_one_pass, parts, part_index + 1)
         with query_heads(k, group) as group_index:
             head, sequence = index % kv_heads * group + group_index, index // kv_heads
-            h = BlockSparseHead(
-                k, operands, sequence, head, table, padded, relative, distances, sums=True, heads=heads, kv_heads=kv_heads, **shape,
-            )  # fmt: skip
+            h = BlockSparseHead(k, operands, sequence, head, table, padded, relative, distances, sums=True, heads=heads,
+                kv_heads=kv_heads, **shape)  # fmt: skip
             with k.when(is_one_pass & group_index.equals(0)):
                 for name in ("dk", "dv"):
                     micro.clear(k, h.s[name], blocks * (block * g.padded_D))
@@ -184,10 +177,8 @@ def block_sparse_attention_backward_rows(
                 h.store_dkdv(k.int(0), T, h.s["dk"], h.s["dv"], (add[1], add[2]))
 
 
-def block_sparse_attention_backward_columns(
-    k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, columns, masks, relative, *, batch, modes, heads, kv_heads, block,
-    lists, entries, distances, **shape,
-) -> None:  # fmt: skip
+def block_sparse_attention_backward_columns(k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, columns, masks, relative, *,
+        batch, modes, heads, kv_heads, block, lists, entries, distances, **shape) -> None:  # fmt: skip
     """The kernel: dkeys and dvalues, unless one pass did. A work item is a block of keys of a head of keys: a column of the layout,
     whose table `columns` lists blocks of queries. Other parameters as in `block_sparse_attention_backward_rows`."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
@@ -201,10 +192,8 @@ def block_sparse_attention_backward_columns(
         index, column = item // blocks, item % blocks
         with query_heads(k, group) as group_index:
             head = index % kv_heads * group + group_index
-            h = BlockSparseHead(
-                k, operands, index // kv_heads, head, table, padded, relative, distances,
-                sums=False, heads=heads, kv_heads=kv_heads, **shape,
-            )  # fmt: skip
+            h = BlockSparseHead(k, operands, index // kv_heads, head, table, padded, relative, distances, sums=False, heads=heads,
+                kv_heads=kv_heads, **shape)  # fmt: skip
             s, j0 = h.s, column * block
             count = k.min(T - j0, block)
             # The first query head of the group packs the keys, and the last one stores the sums of all.

@@ -1,8 +1,7 @@
 """QK norm (RMSNorm of each head of queries and keys) and half-truncated RoPE, forward and backward. Shapes: x, y, dy, dx (batch,
 seq, W), rows of x and dx each with their own stride; rstd (batch, seq, heads + kv_heads); cos, sin (positions, D / 4) fp32. The
 first `half` = D / 2 columns of a head rotate, in planes of two adjacent ones. `shift`: modded-nanogpt's shifted keys, the upper
-half of whose columns comes from the position before. `paired`: two adjacent heads share a row of a folded sequence, each with its
-angles."""
+half of whose columns comes from the position before. `paired`: two adjacent heads share a row, each with its angles."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

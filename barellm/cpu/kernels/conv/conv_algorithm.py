@@ -152,9 +152,8 @@ def select_winograd_tile(costs: dict[int, Costs], C: int, K: int, images: int, o
     return min(costs, key=time)
 
 
-def select_tiled(
-    isa: ISA, which: str, algorithm: str, geometry: ConvGeometry, target: OutputMap, images: int, bf16: Bf16MicroKernel | None
-) -> TileAlgorithm | None:
+def select_tiled(isa: ISA, which: str, algorithm: str, geometry: ConvGeometry, target: OutputMap, images: int,
+        bf16: Bf16MicroKernel | None) -> TileAlgorithm | None:  # fmt: skip
     """The algorithm over tiles for a pass of a convolution, None for the direct one. With "auto" the cost models select it; `bf16`:
     the micro-kernel that the direct algorithm would have. Direct on AMX tiles is faster than any algorithm in fp32."""
     size, plain, auto = (len(geometry.row_offsets), len(geometry.column_offsets)), is_plain(geometry, target), algorithm == "auto"

@@ -104,9 +104,8 @@ class LineBlock:
                 elif tail := self.geometry.output_size[1] % k.lanes:
                     yield line, lines, full_columns, tail
 
-    def input_vectors(
-        self, line, lines: int, j, rows: range | Value, columns: range
-    ) -> Iterator[tuple[Value, list[tuple[int, int]]]]:
+    def input_vectors(self, line, lines: int, j, rows: range | Value,
+            columns: range) -> Iterator[tuple[Value, list[tuple[int, int]]]]:  # fmt: skip
         """Yield each distinct vector of `lanes` input pixels that a register tile sees, once, with all (line of the tile, number of
         the tap) that read it. The tile: `lines` output lines from `line` on, pixels from j on; the taps: filter rows `rows` x
         `columns`. `rows` may be one row that is known at run time only."""
@@ -127,9 +126,8 @@ class LineBlock:
             yield self.lines.tap(line * stride + at, s, j), users
 
 
-def conv_depthwise(
-    k, out, a, x, *, images: Images, geometry: ConvGeometry, target: OutputMap, blocking: Blocking, mode: str
-) -> None:
+def conv_depthwise(k, out, a, x, *, images: Images, geometry: ConvGeometry, target: OutputMap, blocking: Blocking,
+        mode: str) -> None:  # fmt: skip
     """The kernel: out (N, groups rows, *target.size) = depthwise convolution of x (N, groups, H, W) with `rows` filters a (groups
     rows, taps) fp32 for each channel. A work item is a block of lines of a channel. `target`: where the outputs lie in out,
     adjacent unless the convolution is one phase of a strided one's gradient."""

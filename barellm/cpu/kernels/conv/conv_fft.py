@@ -96,9 +96,8 @@ def frequencies(k, rows, F: int, count: int) -> Iterator[tuple[Value, Value, Val
             yield column + i * half(F), re, im
 
 
-def fft_filters(
-    k, u, w, *, count: int, rows: int, depth: int, step: int, row_step: int, flip: bool, F: int, R: int, S: int
-) -> None:
+def fft_filters(k, u, w, *, count: int, rows: int, depth: int, step: int, row_step: int, flip: bool, F: int, R: int,
+        S: int) -> None:  # fmt: skip
     """The kernel of the filter transform: u (planes, count rows, depth) fp32 = the forward transforms of filters R x S of `count`
     groups, as Gauss's c, d - c and c + d of the conjugates: planes Re, -Im - Re and Re - Im. Filter (group, row, depth) begins at
     element group rows depth R S + row row_step + depth step of w; `flip`: it is read from its end."""
@@ -229,11 +228,9 @@ def fft_algorithm(R: int, S: int) -> TileAlgorithm:
     """FFT convolution with filters of R x S."""
     F = fft_size(R, S)
     rows = F * 2 * half(F)
-    return TileAlgorithm(
-        F + 1 - max(R, S), F, 3 * F * half(F), fft_filters, fft_input, fft_gemm, fft_wgrad_output, {"F": F, "R": R, "S": S},
-        {"F": F, "filters": False}, {"F": F, "filters": True}, run=RUN, rows=rows, epilogue=rows + F, most_bytes=M_BYTES,
-        group_bytes=0, wgrad_kc=0,
-    )  # fmt: skip
+    return TileAlgorithm(F + 1 - max(R, S), F, 3 * F * half(F), fft_filters, fft_input, fft_gemm, fft_wgrad_output, {"F": F, "R": R,
+        "S": S}, {"F": F, "filters": False}, {"F": F, "filters": True}, run=RUN, rows=rows, epilogue=rows + F, most_bytes=M_BYTES,
+        group_bytes=0, wgrad_kc=0)  # fmt: skip
 
 
 def fft_is_faster(isa: ISA, result: str, geometry: ConvGeometry, images: int) -> bool:

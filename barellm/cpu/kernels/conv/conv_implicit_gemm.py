@@ -43,8 +43,7 @@ class Blocking:
 
 
 def select_blocking(isa: ISA, geometry: ConvGeometry, images: int, threads: int) -> Blocking:
-    """The register tile and the lines of a work item with the least estimated time, with padding and load imbalance, for so many
-    images and threads."""
+    """The register tile and the lines of a work item with the least estimated time, for so many images and threads."""
     rows, groups = geometry.rows, geometry.groups
     P, Q = geometry.output_size
     total = images * P
@@ -104,9 +103,8 @@ class ImplicitGemm:
     pixels of `num_lines` lines from `first_line` on, from `first_column` on; the K block `k_block`, which has `num_channels`
     channels from `channel` on."""
 
-    def __init__(
-        self, k, out, a, x, *, images: Images, geometry: ConvGeometry, target: OutputMap, blocking: Blocking, mode: str
-    ) -> None:
+    def __init__(self, k, out, a, x, *, images: Images, geometry: ConvGeometry, target: OutputMap, blocking: Blocking,
+            mode: str) -> None:  # fmt: skip
         """out (N, groups rows, *target.size), a (groups rows, depth) fp32, x (N, groups channels, H, W). Scratch: the input lines
         (`im2col`), the K blocks' `sums`, a tile stored pixel by pixel (`spill`), a tile's im2col `tile_columns`."""
         self.k, self.out, self.a, self.mode = k, out, a, mode

@@ -112,10 +112,8 @@ class ImplicitGemm:
     """One thread's loop over work items. State of the loops: the item's `group`, `num_images` images from `image` on, the lines of
     a block from `line` on, and the columns of a block from `first_column` on."""
 
-    def __init__(
-        self, k, out, a, x, *, images: im2col.Images, geometry: im2col.ConvGeometry, target: conv_implicit_gemm.OutputMap,
-        blocking: Blocking, mode: str,
-    ) -> None:  # fmt: skip
+    def __init__(self, k, out, a, x, *, images: im2col.Images, geometry: im2col.ConvGeometry, target: conv_implicit_gemm.OutputMap,
+            blocking: Blocking, mode: str) -> None:  # fmt: skip
         """out (N, groups columns, *target.size), a: filters in VNNI layout (conv_filter_packing.py), x (N, groups channels, H, W)
         bf16. Scratch as `ScratchLayout` has it."""
         self.k, self.out, self.a, self.images = k, out, a, k.num_elements(*images)
@@ -165,8 +163,7 @@ class ImplicitGemm:
                 self.pixel_targets.as_dtype("i64").put(line * (t.stride[0] * t.size[1]) + column * t.stride[1], pixel)
 
     def _multiply_k_block(self, k_block) -> None:
-        """One K block of a work item: pack its chunks of all images, run the micro-kernel over all tiles, and after the last the
-        epilogue."""
+        """A K block of a work item: pack all images' chunks, run the micro-kernel over all tiles; at the end the epilogue."""
         k, b, k_blocks = self.k, self.blocking, self.scratch.k_blocks
         chunk = k_block * b.chunks
         chunks = k.min(k.int(self.chunks) - chunk, b.chunks) if self.chunks % b.chunks else k.int(b.chunks)

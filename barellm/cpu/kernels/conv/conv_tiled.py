@@ -135,9 +135,8 @@ def panel_bytes(isa: ISA, geometry: ConvGeometry, tile_n: int, most: int) -> int
     return panel_nbytes(isa, geometry, lines, geometry.output_size[1], pitch, 1)
 
 
-def batched_gemm(
-    k, u, v, first, limit, products, epilogue: Callable[..., None], *, images: Images, conv: TiledConv, positions: int
-) -> None:
+def batched_gemm(k, u, v, first, limit, products, epilogue: Callable[..., None], *, images: Images, conv: TiledConv,
+        positions: int) -> None:  # fmt: skip
     """One GEMM for each position, for the blocks of tiles [first, first + limit): products = u (positions, groups rows, C) @ v
     (blocks, groups, positions, C, tile_n), fp32, which the filter and input transforms wrote. A work item is a group of blocks x
     `conv.filters` output channels; its `products` [position][filter][tile] are in scratch. epilogue(products, tile, num_tiles,
@@ -174,9 +173,8 @@ def batched_gemm(
                 epilogue(products.at((row - row0) * width + t), tile, num_tiles, group * rows + row)
 
 
-def tiled_wgrad_gemm(
-    k, products, dy, x, first, limit, *, images: Images, geometry: ConvGeometry, positions: int, tile_n: int
-) -> None:
+def tiled_wgrad_gemm(k, products, dy, x, first, limit, *, images: Images, geometry: ConvGeometry, positions: int,
+        tile_n: int) -> None:  # fmt: skip
     """The kernel: products (positions, groups rows, columns) fp32 = dy (blocks, groups, positions, rows, tile_n) @ x (blocks,
     groups, positions, columns, tile_n)^T, both written by input transforms, summed over blocks and tile_n; plus the old products
     but for the first K block of blocks [first, first + limit). `columns`: input channels of a group; the outputs of `geometry` are
@@ -208,18 +206,16 @@ def tiled_wgrad_gemm(
                     dst.put(k.select(add_previous, dst.get(), 0.0) + k.sum(var.value))
 
 
-def append_input_transform(
-    c: Lowering, how: TileAlgorithm, v, x, constants: dict[str, Any], geometry: ConvGeometry, **sizes
-) -> Callable[[dict[str, int]], None]:
+def append_input_transform(c: Lowering, how: TileAlgorithm, v, x, constants: dict[str, Any], geometry: ConvGeometry,
+        **sizes) -> Callable[[dict[str, int]], None]:  # fmt: skip
     """The call of an input transform, v = that of the tiles of x that `geometry` sees, to be appended for some blocks of tiles."""
     c.thread_scratch(panel_bytes(c.isa, geometry, sizes["tile_n"], how.run) + 4 * how.rows * c.isa.lanes)
     constants = {"geometry": geometry, **constants, **sizes}
     return lambda where: c.call(how.inputs, {"v": v, "x": x, **where}, constants, writes="v")
 
 
-def append_tiled(
-    c: Lowering, how: TileAlgorithm, *, out, w, x, geometry: ConvGeometry, transposed: bool, mode: str, images: Images
-) -> None:
+def append_tiled(c: Lowering, how: TileAlgorithm, *, out, w, x, geometry: ConvGeometry, transposed: bool, mode: str,
+        images: Images) -> None:  # fmt: skip
     """Append the calls of a convolution of x to `out`: the filter transform once, then for as many blocks of tiles as V_BYTES hold
     the input transform and the GEMMs. `geometry`: of the direct convolution; `transposed`: filters (groups depth, rows, R, S)
     instead of (groups rows, depth, R, S), as dgrad reads them."""

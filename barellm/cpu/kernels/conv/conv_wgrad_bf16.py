@@ -86,9 +86,8 @@ class WeightGradient:
     """One thread's loop over work items. State of the loops: the item's `group`, `num_rows` output channels from `row` on and
     `num_columns` input channels from `column` on."""
 
-    def __init__(
-        self, k, dw, dy, x, *, images: im2col.Images, geometry: im2col.ConvGeometry, blocking: Blocking, mode: str
-    ) -> None:
+    def __init__(self, k, dw, dy, x, *, images: im2col.Images, geometry: im2col.ConvGeometry, blocking: Blocking,
+            mode: str) -> None:  # fmt: skip
         """dw (groups rows, channels taps) fp32, dy (N, groups rows, P, Q) bf16, x (N, groups channels, H, W) bf16. Scratch as
         `ScratchLayout` has it."""
         self.k, self.dw, self.images, self.geometry = k, dw, k.num_elements(*images), geometry

@@ -27,10 +27,8 @@ def geometry_of(op: Conv2d | Conv2dDw, K: int, R: int, S: int) -> ConvGeometry:
     return ConvGeometry((H, W), C // op.groups, outputs, op.stride, *offsets, op.reflect, op.groups, K // op.groups)
 
 
-def append_conv(
-    c: Lowering, *, algorithm: str, out, w: Tensor, a, x: Tensor, geometry: ConvGeometry, target: OutputMap, mode: str,
-    transposed: bool = False, taps: tuple[int, ...] = (),
-) -> None:  # fmt: skip
+def append_conv(c: Lowering, *, algorithm: str, out, w: Tensor, a, x: Tensor, geometry: ConvGeometry, target: OutputMap, mode: str,
+        transposed: bool = False, taps: tuple[int, ...] = ()) -> None:  # fmt: skip
     """Append one convolution of x (N, groups channels, H, W), fprop or dgrad, by the algorithm that the op names or the cost models
     take. `a()` makes the fp32 GEMM operand from the filters w when an algorithm needs it. `transposed`: w is read with input and
     output channels exchanged, as dgrad does. `taps`: the elements of w that are used (none: all)."""
@@ -59,10 +57,8 @@ def append_conv(
     c.call(kernel, {"out": out, "a": filters, "x": x}, {**sizes, "target": target, "blocking": blocking}, writes="out")
 
 
-def packed_filters(
-    c: Lowering, w: Tensor, geometry: ConvGeometry, blocking: conv_implicit_gemm_bf16.Blocking, taps: tuple[int, ...],
-    transposed: bool,
-) -> Any:  # fmt: skip
+def packed_filters(c: Lowering, w: Tensor, geometry: ConvGeometry, blocking: conv_implicit_gemm_bf16.Blocking,
+        taps: tuple[int, ...], transposed: bool) -> Any:  # fmt: skip
     """Append the packing of the filters w for the bf16 implicit GEMM, rounded to bf16, into a workspace. Returns that operand."""
     size, tile_n = int(w.shape[2]) * int(w.shape[3]), blocking.tile.nr(c.isa)
     of_groups = geometry.groups, geometry.channels, geometry.rows
@@ -92,10 +88,8 @@ def filters_of(c: Lowering, w: Tensor) -> Any:
 def lower_conv2d(op: Conv2d, c: Lowering) -> None:
     K, _, R, S = (int(n) for n in op.w.shape)
     geometry = geometry_of(op, K, R, S)
-    append_conv(
-        c, algorithm=op.algorithm, out=op.y, w=op.w, a=partial(filters_of, c, op.w), x=op.x, geometry=geometry,
-        target=OutputMap(geometry.output_size), mode=op.modes["y"],
-    )  # fmt: skip
+    append_conv(c, algorithm=op.algorithm, out=op.y, w=op.w, a=partial(filters_of, c, op.w), x=op.x, geometry=geometry,
+        target=OutputMap(geometry.output_size), mode=op.modes["y"])  # fmt: skip
 
 
 def transpose_filters(k, a, w, *, groups, K, C, R, S, rows, columns) -> None:
@@ -160,11 +154,9 @@ def lower_conv2d_dx(op: Conv2dDx, c: Lowering) -> None:
         for x, (Q, columns, column_at) in enumerate(phases(column_offsets, op.stride[1], W)):
             offsets = (row_at, column_at) if rows and columns else ((), ())
             geometry = ConvGeometry(pixels(op.dy), K // op.groups, (P, Q), (1, 1), *offsets, groups=op.groups, rows=C)
-            append_conv(
-                c, algorithm=op.algorithm, out=out, w=op.w, a=partial(transposed_filters, c, op, rows, columns), x=op.dy,
+            append_conv(c, algorithm=op.algorithm, out=out, w=op.w, a=partial(transposed_filters, c, op, rows, columns), x=op.dy,
                 geometry=geometry, target=OutputMap((H, W), (y, x), op.stride), mode=mode, transposed=True,
-                taps=tuple(r * S + s for r in rows for s in columns),
-            )  # fmt: skip
+                taps=tuple(r * S + s for r in rows for s in columns))  # fmt: skip
     if op.reflect:
         sizes = {"images": images_of(op.dy), "channels": op.groups * C, "size": op.size, "padding": op.padding}
         c.call(reflect_pad_backward, {"dx": op.dx, "padded": out}, {**sizes, "mode": op.modes["dx"]}, writes="dx")

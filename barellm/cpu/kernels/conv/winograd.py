@@ -94,9 +94,8 @@ def winograd_filters(k, u, w, *, count: int, rows: int, depth: int, step: int, r
             dst.store(v, position * size, mask)
 
 
-def winograd_input(
-    k, v, x, first, limit, *, images: Images, geometry: ConvGeometry, matrix: tuple[tuple[float, ...], ...], tile_n: int
-) -> None:
+def winograd_input(k, v, x, first, limit, *, images: Images, geometry: ConvGeometry, matrix: tuple[tuple[float, ...], ...],
+        tile_n: int) -> None:  # fmt: skip
     """The kernel of the input transform: v (blocks, groups, positions, channels, tile_n) fp32 = matrix d matrix^T, where d are the
     n x n pixels of x (N, groups channels, H, W) that a tile sees (`geometry`), of the blocks of tiles [first, first + limit); zero
     for tiles that do not exist. Lanes are tiles."""
@@ -174,8 +173,5 @@ def winograd_wgrad_output(k, dw, products, *, size: int, m: int, flip: bool, mod
 def winograd(m: int) -> TileAlgorithm:
     """F(m x m, 3 x 3)."""
     matrix, of_dy = ({"matrix": tuple(map(tuple, found))} for found in (input_matrix(m + 2), filter_matrix(3, m)))
-    return TileAlgorithm(
-        m, m + 2, (m + 2) ** 2, winograd_filters, winograd_input, winograd_gemm, winograd_wgrad_output, {"m": m}, matrix, of_dy,
-        run=RUN, rows=0, epilogue=16, most_bytes=M_BYTES, group_bytes=GROUP_BYTES,
-        wgrad_kc=WGRAD_KC,
-    )  # fmt: skip
+    return TileAlgorithm(m, m + 2, (m + 2) ** 2, winograd_filters, winograd_input, winograd_gemm, winograd_wgrad_output, {"m": m},
+        matrix, of_dy, run=RUN, rows=0, epilogue=16, most_bytes=M_BYTES, group_bytes=GROUP_BYTES, wgrad_kc=WGRAD_KC)  # fmt: skip

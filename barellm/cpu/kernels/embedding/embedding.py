@@ -1,9 +1,8 @@
 """Token and position embedding (a gather), and its gradient (a deterministic scatter-add). Shapes: tokens (batch, seq) i32, wte
 (V, C), wpe (maxT, C) or none, positions (batch, seq) i32 or none, y and dy (batch, seq, C)."""
 
-from barellm.cpu.kernel import Lowering, Op, Pointer, Value, batch_and_seq, lowering
+from barellm.cpu.kernel import PLANES, Lowering, Op, Pointer, Value, batch_and_seq, lowering
 from barellm.cpu.kernels import loops, storage
-from barellm.program.dtypes import PLANES
 
 ID_RANGES = 64  # work items: each scans all tokens for its ids
 GROUP_BYTES = 65536  # of the sums over the batch of a work item

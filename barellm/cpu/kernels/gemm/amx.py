@@ -88,9 +88,8 @@ def tile_registers(k, used: bool) -> Iterator[None]:
         release(k)
 
 
-def microkernel(
-    k, out, panel, parts: list[tuple[TileA, Any]], *, begun=None, overlap: Callable[[Value], None] | None = None
-) -> None:
+def microkernel(k, out, panel, parts: list[tuple[TileA, Any]], *, begun=None,
+        overlap: Callable[[Value], None] | None = None) -> None:  # fmt: skip
     """The micro-kernel: out [MR][NR] fp32 in scratch = A @ panel, or where `begun` (i1; None: never) out += A @ panel. `panel`: a B
     panel in VNNI layout, [pair][NR]. `parts`: pieces of A along the depth, each with its number of steps of TILE_K. `overlap(step)`
     is called in each step of the first piece, to overlap packing and prefetches."""

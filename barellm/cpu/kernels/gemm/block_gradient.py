@@ -9,14 +9,13 @@ from itertools import pairwise
 from typing import Any
 
 from barellm.cpu.gemm_config import Tile
-from barellm.cpu.kernel import Lowering, Op, Tensor, lowering
+from barellm.cpu.kernel import Lowering, Op, Tensor, lowering, part, rows_of
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.kernels.gemm.block_tile import Tiling, broadcast, isa_of, multiply_accumulate
 from barellm.cpu.kernels.gemm.microkernel import accumulators, add_previous_sums
 from barellm.cpu.kernels.gemm.packing import pack_b
 from barellm.cpu.kernels.loops import shape_of
 from barellm.program.integers import ceil_div
-from barellm.runtime.lowering import part, rows_of
 
 CHUNK = 512  # tokens that are in strips at a time: 4 MB if x and dy have 1024 columns each, so that strips stay in the L3
 PACKED = 16  # tokens of a work item that packs, unless they are an AMX step

@@ -9,13 +9,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from barellm.cpu.gemm_config import Tile
-from barellm.cpu.kernel import Lowering, Op, Tensor, lowering
+from barellm.cpu.kernel import Lowering, Op, Tensor, lowering, part, weight_operand
 from barellm.cpu.kernels.gemm import amx, block_tile, microkernel
 from barellm.cpu.kernels.gemm.packing import pack_b, pack_b_transposed
 from barellm.cpu.kernels.loops import accumulate, shape_of
 from barellm.program import block_layouts, dtypes
 from barellm.program.integers import ceil_div, round_up
-from barellm.runtime.lowering import part, weight_operand
 
 TILE_BYTES = 1 << 18  # of an item's tokens, which its segments share
 LEAST, MOST = 24, 96  # tokens of a work item
@@ -61,9 +60,8 @@ def own_stride(tiling: block_tile.Tiling, width: int) -> int:
     return round_up(width, 16 * tiling.pair) + 16 * tiling.pair
 
 
-def block_sparse_gemm(
-    k, out, partials, x, packed, table, segments, skipped, entries, grain, *, dims, inner, shape: BlockShape, mode
-) -> None:
+def block_sparse_gemm(k, out, partials, x, packed, table, segments, skipped, entries, grain, *, dims, inner, shape: BlockShape,
+        mode) -> None:  # fmt: skip
     """The kernel: out (tokens, K) = x (tokens, C) @ the blocks that `table` (i32) lists for each segment: (target block column,
     slot or -1, first and last entry) of each segment, then `skipped` numbers, then of each of `entries` entries its block row of x,
     then its block number in `packed` (`pack_blocks`). Partial sums of split segments go to `partials` (tokens, slots * block) fp32.
@@ -148,9 +146,8 @@ def add_partials(k, out, partials, table, segments, cuts, *, dims, inner, shape:
             dst.store(accumulate(k, dst, c, mask, total.value, mode), c, mask)
 
 
-def _append_block_gemm(
-    op: Op, c: Lowering, given: Tensor, out: str, table: Tensor, lists: block_layouts.Lists, *, transposed: bool
-) -> None:
+def _append_block_gemm(op: Op, c: Lowering, given: Tensor, out: str, table: Tensor, lists: block_layouts.Lists, *,
+        transposed: bool) -> None:  # fmt: skip
     """Append the calls for the output `out` = `given` times the block-sparse weight, or its transpose: pack the blocks, multiply
     along `lists` (whose `table` the kernel reads), and sum the partial results of the lists that are cut."""
     layout, tiling = op.layout, block_tile.Tiling.of(c.isa, given.dtype, op.layout.block)

@@ -18,10 +18,9 @@ class Epilogue:
     stores its input to `second`; "residual" adds `other`, and "scaled" adds `scale` times `other`; "times" multiplies by `scale`,
     and a slope by an activation's slope at `other`."""
 
-    def __init__(
-        self, k, tile: Tile, out, second, bias, other, col, *, cols: int, strides: Mapping[str, int], epilogues: tuple[str, ...],
-        mode: str, bias_in_registers: bool, scale=None, factor: float = 1.0, nontemporal=None,
-    ) -> None:  # fmt: skip
+    def __init__(self, k, tile: Tile, out, second, bias, other, col, *, cols: int, strides: Mapping[str, int],
+            epilogues: tuple[str, ...], mode: str, bias_in_registers: bool, scale=None, factor: float = 1.0,
+            nontemporal=None) -> None:  # fmt: skip
         """`col` is the last positional parameter, so that a `partial` object makes the epilogue of any panel. out, second, other:
         (rows, cols), None where no epilogue needs it; bias (cols). `strides`: row strides in elements, where not `cols`.
         `bias_in_registers`: bias and masks are loaded once. `nontemporal` (i1; None: never): rows are stored non-temporally, only

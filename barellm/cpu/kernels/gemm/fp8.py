@@ -35,9 +35,8 @@ def scaled_product(k, out, a, weight, scale, other, *, per_target, **how) -> Non
     """out = a @ weight times both scales, `scale` and `other`; the constants `how` are those of `gemm`."""
     by = dequantization_factor(k, scale, other, per_target=per_target)
     rows = {"row_begin": k.int(0), "row_limit": k.int(ALL_ROWS)}
-    gemm.gemm(
-        k, out, second=None, a=a, weight=weight, bias=None, other=None, **rows, epilogues=("times",), scale=by, **how
-    )  # fmt: skip
+    gemm.gemm(k, out, second=None, a=a, weight=weight, bias=None, other=None, **rows, epilogues=("times",), scale=by,
+        **how)  # fmt: skip
 
 
 def scaled_weight_gradient(k, dweight, dy, x, scale, other, **how) -> None:
@@ -58,9 +57,8 @@ def append_decode(c: Lowering, name: str, codes: Tensor) -> Tensor:
     return t
 
 
-def append_gemm(
-    c: Lowering, out: Tensor, a: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], *, transposed: bool, mode: str
-) -> None:
+def append_gemm(c: Lowering, out: Tensor, a: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], *, transposed: bool,
+        mode: str) -> None:  # fmt: skip
     """Append out = a @ weight with the `scales` (1) of both, of FP8 operands that are decoded first: fprop (`transposed`: weight
     (N, K) is read as (cols, depth)) or dgrad."""
     x, w = append_decode(c, "x", a), append_decode(c, "weight", weight)

@@ -90,10 +90,8 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
         overlapped = (
             partial(self._overlap_with_microkernel, row) if count is None and (self.prefetch or self.overlap_packing) else None
         )
-        return microkernel(
-            k, tile, load_a, self.panel, k_units, self.vnni, tail=tail, prefetch=overlapped, c_init=c_init,
-            is_last_k=self.is_last_k,
-        )  # fmt: skip
+        return microkernel(k, tile, load_a, self.panel, k_units, self.vnni, tail=tail, prefetch=overlapped, c_init=c_init,
+            is_last_k=self.is_last_k)  # fmt: skip
 
     def _overlap_with_microkernel(self, row, r) -> None:
         """What piece r (of MR) of the micro-kernel at `row` overlaps: prefetches of C and A, the last tile's epilogue, packing."""
@@ -161,8 +159,7 @@ class AmxGemm(gemm_mainloop.GemmMainloop):
         amx.release(self.k)
 
     def multiply_panel(self, panel) -> None:
-        """All rows of the item x one packed B panel (VNNI), in tiles of MR; full ones overlap packing, a call in each step of
-        TILE_K."""
+        """All rows of the item x one packed B panel (VNNI), in tiles of MR; full ones overlap packing, a call a step."""
         k, rows = self.k, self.tile.mr
         amx.pad_panel(k, panel, self.depth_here)
         self.pack_next((self.full_end - self.row_begin) // rows * (k.int(self.depth_here) // amx.TILE_K))
@@ -216,10 +213,8 @@ class AmxGemm(gemm_mainloop.GemmMainloop):
         return self.accumulators.at(at * (self.tile.mr * self.nr))
 
 
-def gemm(
-    k, out, second, a, weight, bias, other, row_begin, row_limit, *, dims: tuple[str, ...], inner: int,
-    strides: tuple[tuple[str, int], ...] = (), least: int = 0, **options,
-) -> None:  # fmt: skip
+def gemm(k, out, second, a, weight, bias, other, row_begin, row_limit, *, dims: tuple[str, ...], inner: int,
+        strides: tuple[tuple[str, int], ...] = (), least: int = 0, **options) -> None:  # fmt: skip
     """The kernel: out (rows, cols) = a (rows, depth) @ weight, then the `epilogues` (epilogue.py), which may read `bias` (cols) and
     `other` (rows, cols) and write `second` (rows, cols). Rows are [row_begin, row_begin + row_limit) of the run's
     `k.num_elements(dims, inner)`; pointers are to the first of them. `strides`: (name, row stride in elements) of operands that are
@@ -232,10 +227,9 @@ def gemm(
     run_mainloop(k, out, second, a, weight, rows, bias, other, strides=dict(strides), **options)
 
 
-def run_mainloop(
-    k, out, second, a, weight, rows, bias, other, *, cols: int, depth: int, transposed: bool, epilogues: tuple[str, ...], mode: str,
-    config: GemmConfig, strides: Mapping[str, int], scale=None, factor: float = 1.0, streams: bool = True,
-) -> None:  # fmt: skip
+def run_mainloop(k, out, second, a, weight, rows, bias, other, *, cols: int, depth: int, transposed: bool,
+        epilogues: tuple[str, ...], mode: str, config: GemmConfig, strides: Mapping[str, int], scale=None, factor: float = 1.0,
+        streams: bool = True) -> None:  # fmt: skip
     """The GEMM of `rows` rows: its epilogue and its main loop, on AMX tiles or vector registers, what this ISA has for the dtype of
     a. `weight`: (cols, depth) where `transposed`, else (depth, cols); a pointer, or an object that packs itself (`GemmMainloop`).
     "scaled" and "times" use `scale`, "rescale" uses `factor`. `streams`: results of AMX tiles that exceed the caches are stored
@@ -250,11 +244,9 @@ def run_mainloop(
         if not results.keys() & strides.keys():
             nontemporal = rows * (cols * sum(p.itemsize for p in results.values() if p is not None)) > NONTEMPORAL_BYTES
 
-    make_epilogue = partial(
-        epilogue.Epilogue, k, config.tile, out, second, bias, other, cols=cols, epilogues=epilogues, mode=mode, scale=scale,
-        bias_in_registers=not use_amx and not through_memory and kc == depth, strides=strides, factor=factor,
-        nontemporal=nontemporal,
-    )  # fmt: skip
+    make_epilogue = partial(epilogue.Epilogue, k, config.tile, out, second, bias, other, cols=cols, epilogues=epilogues, mode=mode,
+        scale=scale, bias_in_registers=not use_amx and not through_memory and kc == depth, strides=strides, factor=factor,
+        nontemporal=nontemporal)  # fmt: skip
     sizes: dict[str, Any] = {"cols": cols, "depth": depth, "transposed": transposed, "kc": kc, "config": config}
     sizes["stride"] = strides.get("a", depth)
     if use_amx:
@@ -272,8 +264,7 @@ def kc_of(isa: ISA, dtype: str, depth: int, config: GemmConfig) -> int:
 
 
 def gemm_scratch_bytes(isa: ISA, dtype: str, depth: int, config: GemmConfig) -> int:
-    """Scratch bytes of a thread: two packed B panels; the item's accumulators (vector registers: if several KC blocks); AMX's
-    padded rows of A."""
+    """A thread's scratch bytes: two B panels; the item's accumulators (on vectors: of several KC blocks); AMX's padded rows."""
     kc, nr = kc_of(isa, dtype, depth, config), config.tile.nr(isa)
     use_amx = amx.uses_tiles(isa, dtype)
     sums = 4 * max(config.mc, config.long_mc) * config.nc if kc < depth or use_amx else 0

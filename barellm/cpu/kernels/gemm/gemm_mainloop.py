@@ -28,10 +28,8 @@ class GemmMainloop(ABC):
     its first column `col`; `k_block` and its depth `depth_here`; `is_last_k`, None where there is one KC block. A `k_group` is the
     number of KC blocks that one panel passes before the next panel does; there are `k_groups`."""
 
-    def __init__(
-        self, k, a, weight, rows, make_epilogue: Callable[[Value], epilogue.Epilogue], *, cols: int, depth: int, stride: int,
-        kc: int, transposed: bool, config: GemmConfig,
-    ) -> None:  # fmt: skip
+    def __init__(self, k, a, weight, rows, make_epilogue: Callable[[Value], epilogue.Epilogue], *, cols: int, depth: int,
+            stride: int, kc: int, transposed: bool, config: GemmConfig) -> None:  # fmt: skip
         """`weight`: (depth, cols), or (cols, depth) where `transposed`; a pointer to a row-major matrix, or an object whose
         `pack(mainloop, into, panel_id)` is the task that packs a KC block of a panel of it, as `_pack` here does. `stride`: lda,
         elements from a row of a to the next; `kc`: depth of a block."""

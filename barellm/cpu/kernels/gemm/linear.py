@@ -3,15 +3,13 @@
 from typing import Any
 
 from barellm.cpu.gemm_config import SKINNY_KIND
-from barellm.cpu.kernel import Lowering, Op, Tensor, lowering
+from barellm.cpu.kernel import PLANES, Lowering, Op, Tensor, lowering, view_stride, weight_operand
 from barellm.cpu.kernels.gemm import gemm, weight_gradient
 from barellm.cpu.kernels.gemm.skinny_gemm import FEW, ScratchLayout, skinny_gemm
 from barellm.cpu.kernels.loops import shape_of
 from barellm.cpu.kernels.loss.cross_entropy import ALL_ROWS
 from barellm.cpu.tuning import select_config, select_skinny_config
-from barellm.program.dtypes import PLANES
 from barellm.program.ops.gemm.low_rank import MOST_BLOCKS
-from barellm.runtime.lowering import view_stride, weight_operand
 
 CHEAP = ("bias", "rescale")  # epilogues that no config depends on
 
@@ -37,10 +35,9 @@ def views_of(**operands) -> dict[str, Any]:
     return {"strides": strides} if strides else {}
 
 
-def append_gemm(
-    c: Lowering, *, out, a, weight: Tensor, like: Tensor, transposed: bool, epilogues: tuple[str, ...] = (), second=None, bias=None,
-    other=None, mode: str = "store", rows: tuple[int, int] = (0, ALL_ROWS), factor: float | None = None,
-) -> None:  # fmt: skip
+def append_gemm(c: Lowering, *, out, a, weight: Tensor, like: Tensor, transposed: bool, epilogues: tuple[str, ...] = (),
+        second=None, bias=None, other=None, mode: str = "store", rows: tuple[int, int] = (0, ALL_ROWS),
+        factor: float | None = None) -> None:  # fmt: skip
     """Append the GEMM call(s) of out (rows, cols) = a (rows, depth) @ weight with `epilogues` (epilogue.py has them, and `second`,
     `bias`, `other`, `factor`). An operand is a Tensor or (Region, dtype). weight (N, K) is read `transposed` (fprop: cols = N) or
     not (dgrad: cols = K). `like`: the activation whose run-time sizes count the rows; `rows`: (first, count) of them that this call
@@ -50,10 +47,8 @@ def append_gemm(
     a_dtype = a[1] if isinstance(a, tuple) else a.dtype
     kind = gemm_kind(transposed, epilogues)
     operands = {"out": out, "second": second, "a": a, "weight": weight_operand(weight), "bias": bias, "other": other}
-    constants = {
-        "cols": cols, "depth": depth, "epilogues": epilogues, "mode": mode, **shape_of(like),
-        **views_of(out=out, second=second, a=a, other=other), **({} if factor is None else {"factor": factor}),
-    }  # fmt: skip
+    constants = {"cols": cols, "depth": depth, "epilogues": epilogues, "mode": mode, **shape_of(like), **views_of(out=out,
+        second=second, a=a, other=other), **({} if factor is None else {"factor": factor})}  # fmt: skip
     max_rows = tokens_of(like, rows)
     if c.skinny_gemm and transposed and rows == (0, ALL_ROWS):
         c.thread_scratch(ScratchLayout(c.isa, depth).nbytes)
@@ -69,9 +64,8 @@ def append_gemm(
     c.call(gemm.gemm, operands, constants, writes="out second")
 
 
-def append_weight_gradient(
-    c: Lowering, dweight: Tensor, dy, x, like: Tensor, mode: str, rows=(0, ALL_ROWS), squares: Tensor | None = None
-) -> None:
+def append_weight_gradient(c: Lowering, dweight: Tensor, dy, x, like: Tensor, mode: str, rows=(0, ALL_ROWS),
+        squares: Tensor | None = None) -> None:  # fmt: skip
     """Append the wgrad call dweight (N, K) = dy (tokens, N).T @ x (tokens, K). `like` and `rows` as in `append_gemm`. `squares`
     gets the sums of squares of the blocks of what is stored; a later call overwrites those of an earlier one."""
     N, K = (int(n) for n in dweight.shape)
@@ -90,16 +84,12 @@ def product(op: Op, c: Lowering) -> None:
     """Fprop or dgrad of a linear layer, with its epilogues."""
     epilogues = op.attrs.get("epilogues", ())
     if "dy" in op.inputs:
-        append_gemm(
-            c, out=op.dx, a=op.dy, weight=op.weight, like=op.dy, transposed=False, mode=op.modes["dx"],
-            other=op.inputs.get("pre"), epilogues=epilogues, factor=op.attrs.get("forward"),
-        )  # fmt: skip
+        append_gemm(c, out=op.dx, a=op.dy, weight=op.weight, like=op.dy, transposed=False, mode=op.modes["dx"],
+            other=op.inputs.get("pre"), epilogues=epilogues, factor=op.attrs.get("forward"))  # fmt: skip
     else:
-        append_gemm(
-            c, out=op.y, a=op.x, weight=op.weight, like=op.x, transposed=True, mode=op.modes["y"], bias=op.inputs.get("bias"),
-            second=op.outputs.get("pre"), other=op.inputs.get("residual", op.inputs.get("pre")), epilogues=epilogues,
-            factor=op.attrs.get("forward"),
-        )  # fmt: skip
+        append_gemm(c, out=op.y, a=op.x, weight=op.weight, like=op.x, transposed=True, mode=op.modes["y"],
+            bias=op.inputs.get("bias"), second=op.outputs.get("pre"), other=op.inputs.get("residual", op.inputs.get("pre")),
+            epilogues=epilogues, factor=op.attrs.get("forward"))  # fmt: skip
 
 
 @lowering("low_rank_update", adds="y", also={f"b{i}": PLANES for i in range(MOST_BLOCKS)}, views="y u")

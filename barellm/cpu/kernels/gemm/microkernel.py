@@ -15,11 +15,9 @@ OVERLAP_UNITS = 16  # steps of the depth between two calls of `overlap`
 BroadcastA = Callable[[int, Value], Value]  # (row of the tile, step of the depth) -> that element of A in all lanes
 
 
-def microkernel(
-    k, tile: Tile, load_a: BroadcastA, panel, k_units, vnni: bool, *, tail: BroadcastA | None = None,
-    prefetch: Callable[[Value], None] | None = None, overlap: Callable[[], None] | None = None,
-    c_init: tuple[Value, Pointer] | None = None, is_last_k=None,
-) -> list[list[Value]]:  # fmt: skip
+def microkernel(k, tile: Tile, load_a: BroadcastA, panel, k_units, vnni: bool, *, tail: BroadcastA | None = None,
+        prefetch: Callable[[Value], None] | None = None, overlap: Callable[[], None] | None = None,
+        c_init: tuple[Value, Pointer] | None = None, is_last_k=None) -> list[list[Value]]:  # fmt: skip
     """A (mr, k_units) @ panel (k_units, nr): returns the accumulators, mr rows of fp32 vectors. A k unit is an element of the
     depth, with `vnni` a pair of bf16. `panel`: packed by `pack_b` or `pack_b_transposed`, [k unit][nr]. load_a(r, u): unit u of row
     r of A in all lanes; `tail`: the same for the odd last element, done where `is_last_k` (None: always). `c_init`: (i1, pointer to
@@ -63,8 +61,7 @@ def zero_tile(k, tile: Tile) -> list[list[Var]]:
 
 @contextmanager
 def accumulators(k, tile: Tile, dst, pitch: int, add_previous) -> Iterator[list[list[Var]]]:
-    """The accumulators of a tile: loaded from dst [mr][pitch] fp32 where `add_previous` (i1; None: never), else zero; stored in the
-    end."""
+    """The accumulators of a tile: loaded from dst [mr][pitch] where `add_previous` (i1, None: never), else zero; stored at exit."""
     acc = zero_tile(k, tile)
     places = [(x, dst.at(r * pitch + v * k.lanes)) for r, row in enumerate(acc) for v, x in enumerate(row)]
     if add_previous is not None:
@@ -117,8 +114,7 @@ def broadcast_a(k, a, rows, vnni: bool, *, depth: int, stride: int) -> tuple[Bro
 
 
 def broadcast_packed(k, packed, unit_bytes: int, row_bytes: int, vnni: bool = True) -> BroadcastA:
-    """Loads of packed A for `microkernel`: unit u of row r (fp32, or a VNNI pair) is u * unit_bytes + r * row_bytes bytes from
-    `packed` on."""
+    """Loads of packed A: unit u of row r (fp32, or a VNNI pair) is u * unit_bytes + r * row_bytes bytes from `packed` on."""
     word = "i32" if vnni else "float"
 
     def load_unit(r: int, u) -> Value:

@@ -34,8 +34,7 @@ def panel_bytes(isa: ISA, dtype: str, depth: int, width: int) -> int:
 
 
 class PackTask:
-    """The packing of one panel, in chunks: all at once, or spread over a micro-kernel's loop, where it uses idle ports and nothing
-    waits for memory."""
+    """The packing of one panel, in chunks: all at once, or spread over a micro-kernel's loop, where ports are idle."""
 
     def __init__(self, k, count, chunk: Callable[[Value], None], rest: Callable[[], None]) -> None:
         """`chunk(i)` packs one of `count` chunks, `rest()` the partial one after them."""
@@ -105,9 +104,8 @@ class PanelBuffers:
             self.ready.value = self.next
 
 
-def pack_b_transposed(
-    k, panel, w, col, *, cols: int, stride: int, depth, even: bool, nr: int, fetch: Callable[[Value], None] | None = None
-) -> PackTask:
+def pack_b_transposed(k, panel, w, col, *, cols: int, stride: int, depth, even: bool, nr: int,
+        fetch: Callable[[Value], None] | None = None) -> PackTask:  # fmt: skip
     """The task that packs a B panel (depth, nr) from a transposed B: elements [0, depth) of rows [col, col + nr) of w (cols,
     stride), which are B's columns. A chunk is 4 units of `lanes` columns, transposed 4 x 4 in each 128-bit group; chunks go along
     the depth first. `even`: depth is a whole number of chunks. Columns beyond the last repeat it; the epilogue never stores them.
@@ -216,10 +214,8 @@ class PackedA:
     being a row of b or with VNNI a pair of rows. A micro-kernel reads its tile sequentially. Tiles that share cache lines of b are
     packed together, as a group; the next group is packed while the micro-kernel first reads the current one."""
 
-    def __init__(
-        self, k, at, *, dtype: str, rows: int, cols: int, stride: int, max_depth, inside: bool,
-        block: Callable[[Value], tuple[Pointer, Value, Value, Value]],
-    ) -> None:  # fmt: skip
+    def __init__(self, k, at, *, dtype: str, rows: int, cols: int, stride: int, max_depth, inside: bool,
+            block: Callable[[Value], tuple[Pointer, Value, Value, Value]]) -> None:  # fmt: skip
         """`at`: where it lies in scratch; `rows`: MR; `cols`, `stride`: columns and row stride (elements) of b; `max_depth`: of any
         block. `block(number)`: (b, first column, last column + 1, depth) of block `number`. `inside`: no tile hangs over the last
         of the `cols` columns; else it is zero-padded."""
@@ -255,8 +251,7 @@ class PackedA:
             self._pack_units_until(k.min(self.unit.value + self.per_call, self.whole))
 
     def _pack_units_until(self, end) -> None:
-        """Pack units [unit, `end`) of the next group of tiles, complete where `end` is its last whole unit; then an odd last row
-        follows."""
+        """Pack units [unit, `end`) of the next group, complete where `end` is its last whole unit; then an odd last row follows."""
         k, group = self.k, self.group.value
         columns = self._columns(group)
         hangs_over = columns[-1] + self.rows > self.cols

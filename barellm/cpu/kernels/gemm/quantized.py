@@ -22,18 +22,14 @@ from barellm.program.integers import ceil_div, round_up
 from barellm.program.quantization import BLOCK, TILE, scheme
 
 
-def quantized_skinny_gemm(
-    k, out, second, x, codes, scales, bias, other, *, cols: int, depth: int, weights: str, dims: tuple[str, ...], inner: int,
-    epilogues: tuple[str, ...], mode: str, strides: tuple[tuple[str, int], ...] = (),
-) -> None:  # fmt: skip
+def quantized_skinny_gemm(k, out, second, x, codes, scales, bias, other, *, cols: int, depth: int, weights: str,
+        dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str,
+        strides: tuple[tuple[str, int], ...] = ()) -> None:  # fmt: skip
     """The kernel: out (rows, cols) = x (rows, depth) @ weight, then the `epilogues`, for FEW rows at most; nothing if a run has
-    more. `codes`, `scales`: the weight (cols, depth) as the module's docstring has it, of quantization scheme `weights`; the rest
-    as in `gemm.gemm`."""
+    more. `codes`, `scales`: the weight (cols, depth) ;of scheme `weights`;; the rest as in `gemm.gemm`."""
     rows, row_strides = k.num_elements(dims, inner), dict(strides)
-    make_epilogue = partial(
-        epilogue.Epilogue, k, Tile(1, TILE // k.lanes), out, second, bias, other, cols=cols, epilogues=epilogues, mode=mode,
-        bias_in_registers=False, strides=row_strides,
-    )  # fmt: skip
+    make_epilogue = partial(epilogue.Epilogue, k, Tile(1, TILE // k.lanes), out, second, bias, other, cols=cols,
+        epilogues=epilogues, mode=mode, bias_in_registers=False, strides=row_strides)  # fmt: skip
     integer = quantized_digits.uses_integer_dot(k.isa, weights)
     kernel = quantized_digits.IntegerSkinnyGemm if integer else quantized_few.QuantizedSkinnyGemm
     with k.when(rows <= quantized_few.FEW):
@@ -145,10 +141,9 @@ def _vnni_pairs(k, numbers) -> list[Value]:
     return [a | (b << 16) for a, b in zip(halves[::2], odd, strict=True)]
 
 
-def quantized_gemm(
-    k, out, second, x, codes, scales, bias, other, row_begin, row_limit, *, cols: int, depth: int, weights: str,
-    dims: tuple[str, ...], inner: int, least: int, strides: tuple[tuple[str, int], ...] = (), transposed: bool = True, **options,
-) -> None:  # fmt: skip
+def quantized_gemm(k, out, second, x, codes, scales, bias, other, row_begin, row_limit, *, cols: int, depth: int, weights: str,
+        dims: tuple[str, ...], inner: int, least: int, strides: tuple[tuple[str, int], ...] = (), transposed: bool = True,
+        **options) -> None:  # fmt: skip
     """The kernel: out (rows, cols) = x (rows, depth) @ weight with `epilogues`, for rows [row_begin, row_begin + row_limit) of a
     run that has at least `least` rows. `codes`, `scales`: the stored matrix, of scheme `weights`, which is dequantized while B
     panels are packed; `transposed`: it is (cols, depth), else (depth, cols). `options`: see `gemm.run_mainloop`."""
@@ -161,18 +156,15 @@ def quantized_gemm(
     gemm.run_mainloop(k, out, second, x, weight, rows, bias, other, streams=False, **sizes, **options)
 
 
-def append_quantized_gemm(
-    c: Lowering, *, out, x, codes, scales, weights: str, cols: int, depth: int, like, epilogues: tuple[str, ...] = (), second=None,
-    bias=None, other=None, mode: str = "store", rows: tuple[int, int] | None = None, transposed: bool = True,
-) -> None:  # fmt: skip
+def append_quantized_gemm(c: Lowering, *, out, x, codes, scales, weights: str, cols: int, depth: int, like,
+        epilogues: tuple[str, ...] = (), second=None, bias=None, other=None, mode: str = "store",
+        rows: tuple[int, int] | None = None, transposed: bool = True) -> None:  # fmt: skip
     """Append the call(s) of out (rows, cols) = x (rows, depth) @ weight with `epilogues`; parameters as in `linear.append_gemm`,
     with `codes`, `scales` and the scheme's name `weights` for the weight. None for `rows`: two calls, a skinny and a usual GEMM, of
     which a run does one. `rows` (first, count): one call, of the usual GEMM. `transposed`: see `quantized_gemm`."""
     dtype = x[1] if isinstance(x, tuple) else x.dtype
-    constants = {
-        "cols": cols, "depth": depth, "weights": weights, "epilogues": epilogues, "mode": mode, **shape_of(like),
-        **linear.views_of(out=out, second=second, a=x, other=other),
-    }  # fmt: skip
+    constants = {"cols": cols, "depth": depth, "weights": weights, "epilogues": epilogues, "mode": mode, **shape_of(like),
+        **linear.views_of(out=out, second=second, a=x, other=other)}  # fmt: skip
     operands = {"out": out, "second": second, "x": x, "codes": codes, "scales": scales, "bias": bias, "other": other}
     if rows is None:
         c.thread_scratch(_skinny_scratch_bytes(c.isa, weights, dtype, depth))
@@ -198,17 +190,13 @@ def _skinny_scratch_bytes(isa: ISA, weights: str, dtype: str, depth: int) -> int
 @lowering("quantized_product", "quantized_matmul", also={"codes": "u4 i8"}, views="x y residual")
 def quantized_product(op: Op, c: Lowering) -> None:
     """A linear layer with a quantized weight, with its epilogues."""
-    append_quantized_gemm(
-        c, out=op.y, x=op.x, codes=op.codes, scales=op.scales, weights=op.weights, cols=op.columns,
+    append_quantized_gemm(c, out=op.y, x=op.x, codes=op.codes, scales=op.scales, weights=op.weights, cols=op.columns,
         depth=int(op.x.shape[-1]), like=op.x, bias=op.inputs.get("bias"), second=op.outputs.get("pre"),
-        other=op.inputs.get("residual"), epilogues=op.attrs.get("epilogues", ()),
-    )  # fmt: skip
+        other=op.inputs.get("residual"), epilogues=op.attrs.get("epilogues", ()))  # fmt: skip
 
 
 @lowering("quantized_matmul_dx", adds="dx", also={"codes": "u4 i8"}, views="dy dx")
 def quantized_matmul_dx(op: Op, c: Lowering) -> None:
     """Dgrad of a linear layer with a quantized weight."""
-    append_quantized_gemm(
-        c, out=op.dx, x=op.dy, codes=op.codes, scales=op.scales, weights=op.weights, cols=op.depth, depth=op.columns, like=op.dy,
-        mode=op.modes["dx"], rows=(0, ALL_ROWS), transposed=False,
-    )  # fmt: skip
+    append_quantized_gemm(c, out=op.dx, x=op.dy, codes=op.codes, scales=op.scales, weights=op.weights, cols=op.depth,
+        depth=op.columns, like=op.dy, mode=op.modes["dx"], rows=(0, ALL_ROWS), transposed=False)  # fmt: skip

@@ -352,18 +352,15 @@ def _odd_elements(k, p) -> Value:
     return k.bitcast(raw & mask, k.vec)
 
 
-def skinny_gemm(
-    k, out, second, a, weight, bias, other, *, cols: int, depth: int, dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...],
-    mode: str, config: SkinnyGemmConfig, strides: tuple[tuple[str, int], ...] = (), factor: float = 1.0,
-) -> None:  # fmt: skip
+def skinny_gemm(k, out, second, a, weight, bias, other, *, cols: int, depth: int, dims: tuple[str, ...], inner: int,
+        epilogues: tuple[str, ...], mode: str, config: SkinnyGemmConfig, strides: tuple[tuple[str, int], ...] = (),
+        factor: float = 1.0) -> None:  # fmt: skip
     """The kernel: out (rows, cols) = a (rows, depth) @ weight.T, weight (cols, depth) row-major, then the `epilogues`, for M <= FEW
     rows; does nothing if a run has more. Other parameters as in gemm.py's `gemm`."""
     rows, row_strides = k.num_elements(dims, inner), dict(strides)
     tile = Tile(1, panel_width(k.isa, a.dtype, cols, depth) // k.lanes)
-    make_epilogue = partial(
-        Epilogue, k, tile, out, second, bias, other, cols=cols, epilogues=epilogues, mode=mode, factor=factor,
-        bias_in_registers=False, strides=row_strides,
-    )  # fmt: skip
+    make_epilogue = partial(Epilogue, k, tile, out, second, bias, other, cols=cols, epilogues=epilogues, mode=mode, factor=factor,
+        bias_in_registers=False, strides=row_strides)  # fmt: skip
     with k.when(rows <= FEW):
         sizes = {"cols": cols, "depth": depth, "stride": row_strides.get("a", depth)}
         SkinnyGemm(k, a, weight, rows, config=config, **sizes).run(make_epilogue)

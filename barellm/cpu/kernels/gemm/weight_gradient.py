@@ -80,10 +80,8 @@ class WgradEpilogue:
             block.put(self.squares, block_number(row, col, self.K))
 
 
-def weight_gradient(
-    k, dweight, dy, x, row_begin, row_limit, squares=None, *, N: int, K: int, dims: tuple[str, ...], inner: int, mode: str,
-    config: GemmConfig, strides: tuple[tuple[str, int], ...] = (), scale=None,
-) -> None:  # fmt: skip
+def weight_gradient(k, dweight, dy, x, row_begin, row_limit, squares=None, *, N: int, K: int, dims: tuple[str, ...], inner: int,
+        mode: str, config: GemmConfig, strides: tuple[tuple[str, int], ...] = (), scale=None) -> None:  # fmt: skip
     """The wgrad kernel: dweight (N, K) fp32 = dy (tokens, N).T @ x (tokens, K), stored or accumulated as `mode` says. Tokens are
     [row_begin, row_begin + row_limit) of the run's `k.num_elements(dims, inner)`; dy and x point to the first. `strides`: row
     strides, in elements, of operands that are views. `scale` multiplies the sums of each chunk. `squares`: sums of squares of the
@@ -105,9 +103,8 @@ class WeightGradient:
     item `item`, rows [n0, n1) x columns [k0, k1) of dweight, of which rows [n0, full_end) are full tiles; the chunk of tokens from
     `t` on; `calls`, how often a micro-kernel calls `_pack_step`; the panel `panel` from column `col` on."""
 
-    def __init__(
-        self, k, dy, x, tokens, epilogue: WgradEpilogue, *, N: int, K: int, dy_row: int, x_row: int, config: GemmConfig
-    ) -> None:
+    def __init__(self, k, dy, x, tokens, epilogue: WgradEpilogue, *, N: int, K: int, dy_row: int, x_row: int,
+            config: GemmConfig) -> None:  # fmt: skip
         """dy (tokens, N) and x (tokens, K), row strides `dy_row` and `x_row` elements. Scratch: two B panels, then the packed A."""
         self.k, self.dy, self.x, self.tokens, self.epilogue = k, dy, x, tokens, epilogue
         self.N, self.K, self.dy_row, self.x_row, self.config, self.tile = N, K, dy_row, x_row, config, config.tile
@@ -120,10 +117,8 @@ class WeightGradient:
         scratch, nbytes = k.thread_scratch("i32"), packing.panel_bytes(k.isa, dy.dtype, self.chunk, self.nr)
         self.b_panels = packing.PanelBuffers(k, scratch, nbytes, self._pack_b_panel)
         inside = all(i * config.mc + round_up(n, self.tile.mr) <= N for i, n in enumerate(self.heights))
-        self.packed_a = packing.PackedA(
-            k, scratch.bytes(2 * nbytes), dtype=dy.dtype, rows=self.tile.mr, cols=N, stride=dy_row,
-            max_depth=k.min(tokens, self.chunk), inside=inside, block=self._block_of_a,
-        )  # fmt: skip
+        self.packed_a = packing.PackedA(k, scratch.bytes(2 * nbytes), dtype=dy.dtype, rows=self.tile.mr, cols=N, stride=dy_row,
+            max_depth=k.min(tokens, self.chunk), inside=inside, block=self._block_of_a)  # fmt: skip
 
     def _pack_b_panel(self, into, number) -> packing.PackTask:
         """The task that packs B panel `number`, t * K + col: columns [col, col + nr) of x, tokens from t on."""

@@ -12,10 +12,8 @@ from barellm.cpu.kernels.gemm import amx, microkernel, packing
 from barellm.program.integers import ceil_div, round_up
 
 
-def weight_gradient_amx(
-    k, dy, x, tokens, *, N: int, K: int, dy_row: int, x_row: int, config: GemmConfig,
-    store: Callable[[Value, Value, Value, Value, Pointer], None],
-) -> None:  # fmt: skip
+def weight_gradient_amx(k, dy, x, tokens, *, N: int, K: int, dy_row: int, x_row: int, config: GemmConfig,
+        store: Callable[[Value, Value, Value, Value, Pointer], None]) -> None:  # fmt: skip
     """dweight = dy.T @ x for each chunk of tokens, of dy (tokens, N) and x (tokens, K) bf16, row strides `dy_row` and `x_row`
     elements. The epilogue `store(t, row, count, col, sums)` gets the accumulators `sums` [count][NR] fp32 of rows from `row` on and
     columns from `col` on, of the chunk of tokens that starts at t; chunks come in order. Scratch: two B panels (KC, NR), the

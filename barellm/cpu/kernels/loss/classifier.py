@@ -7,12 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from barellm.cpu.kernel import Emit, Lowering, Op, Tensor, lowering
+from barellm.cpu.kernel import Emit, Lowering, Op, Tensor, lowering, part, rows_of
 from barellm.cpu.kernels.gemm import linear, quantized
 from barellm.cpu.kernels.loops import shape_of
 from barellm.cpu.kernels.loss import cross_entropy, softcap
 from barellm.program.dtypes import PLANES, itemsize
-from barellm.runtime.lowering import part, rows_of
 
 CHUNK = 1024  # tokens whose logits exist at one time
 
@@ -56,19 +55,15 @@ def lower(op: Op, c: Lowering, *, gradients: bool = False) -> None:
     for first in range(0, rows, CHUNK):  # those beyond a run's rows do nothing
         chunk = (first, CHUNK)
         x_rows = append_logits(op, c, logits, V, chunk, transposed=transposed)
-        operands = {
-            "lse": None, "logits": logits, "targets": rows_of(op.targets, first, rows, 1),
-            "loss_scale": op.loss_scale if gradients else None, "row_begin": first, "row_limit": CHUNK,
-        }  # fmt: skip
+        operands = {"lse": None, "logits": logits, "targets": rows_of(op.targets, first, rows, 1),
+            "loss_scale": op.loss_scale if gradients else None, "row_begin": first, "row_limit": CHUNK}  # fmt: skip
         for name, t in of_rows.items():
             operands[name] = (part(t, 4 * first, min(4 * (first + CHUNK), 4 * rows)), "fp32")
         emit = loss.gradients if gradients else loss.losses
         c.call(emit, operands, loss.constants(op, V, x), writes=" ".join([*totals, *["logits"] * gradients]))
         if gradients and weight is not None:
-            linear.append_gemm(
-                c, out=rows_of(op.dx, *chunk, width), a=logits, weight=weight, like=x, transposed=transposed,
-                mode=op.modes["dx"], rows=chunk,
-            )  # fmt: skip
+            linear.append_gemm(c, out=rows_of(op.dx, *chunk, width), a=logits, weight=weight, like=x, transposed=transposed,
+                mode=op.modes["dx"], rows=chunk)  # fmt: skip
             if "dweight" not in op.outputs:  # a frozen head
                 continue
             dy, by = (x_rows, logits) if transposed else (logits, x_rows)

@@ -112,9 +112,8 @@ def write_loss(k, losses, nexts, row, row_targets: list[Target], lse) -> None:
     losses.put(sum_values([k.select(t.counted, t.weight * (lse - t.z), 0.0) for t in row_targets]), row)
 
 
-def write_gradient(
-    k, dlogits, row_targets: list[Target], lse, scale, softmax_gradient: Vector, *, V: int, valid: int, mode: str
-) -> None:
+def write_gradient(k, dlogits, row_targets: list[Target], lse, scale, softmax_gradient: Vector, *, V: int, valid: int,
+        mode: str) -> None:  # fmt: skip
     """One row of the gradient, dlogits (V) = (sum of weights * softmax - weight of the column) * slope * scale, stored or added
     (`mode`); only the targets' columns have a weight. softmax_gradient(column, mask) gives a vector of the first term alone, which
     is written to all columns; then the targets' columns are overwritten. Padding becomes zero. dlogits may alias the logits."""
@@ -156,9 +155,8 @@ def row_losses(k, lse, losses, nexts, logits, targets, row_begin, row_limit, *, 
         write_loss(k, losses, nexts, row, targets_of(k, src, targets, row, row_begin, cap=cap, **more), value)
 
 
-def row_losses_and_gradients(
-    k, losses, nexts, logits, targets, loss_scale, row_begin, row_limit, *, V, valid, dims, inner, cap, **more
-) -> None:
+def row_losses_and_gradients(k, losses, nexts, logits, targets, loss_scale, row_begin, row_limit, *, V, valid, dims, inner, cap,
+        **more) -> None:  # fmt: skip
     """The kernel of a forward and backward pass in one: losses and nexts (rows) as in `row_losses`, and the gradient, which
     overwrites the logits (rows, V) while their row is in the cache. `loss_scale`: the state of dynamic loss scaling, None: off."""
     factor, exponentials = factor_of(k, loss_scale, cap), k.thread_scratch()
@@ -168,15 +166,12 @@ def row_losses_and_gradients(
         lse, total = log_sum_exp(k, src, exponentials, valid, cap)
         write_loss(k, losses, nexts, row, row_targets, lse)
         scale = k.splat(factor * weights_of(row_targets) / total)
-        write_gradient(
-            k, src, row_targets, lse, factor, lambda c, mask, scale=scale: exponentials.load(c, mask) * scale,
-            V=V, valid=valid, mode="store",
-        )  # fmt: skip
+        write_gradient(k, src, row_targets, lse, factor, lambda c, mask, scale=scale: exponentials.load(c, mask) * scale, V=V,
+            valid=valid, mode="store")  # fmt: skip
 
 
-def row_gradients(
-    k, dlogits, logits, targets, lse, loss_scale, scale, row_begin, row_limit, *, V, valid, dims, inner, cap, mode, **more
-) -> None:
+def row_gradients(k, dlogits, logits, targets, lse, loss_scale, scale, row_begin, row_limit, *, V, valid, dims, inner, cap, mode,
+        **more) -> None:  # fmt: skip
     """The kernel of the backward pass: dlogits (rows, V), stored or added (`mode`), from logits, targets and the forward pass's lse
     (rows). With a `scale` (1), dlogits are stored as FP8 codes relative to it. `loss_scale`: dynamic loss scaling, or None."""
     factor = factor_of(k, loss_scale, cap, scale)
@@ -194,10 +189,8 @@ def row_gradients(
 def constants_of(op: Op, logits: int, like: Tensor) -> dict[str, Any]:
     """The kernels' compile-time constants: `logits` = V; the product of the sizes of `like` is the number of rows."""
     length = op.targets.shape[-1]
-    return {
-        "V": logits, "valid": op.valid_vocab, "cap": cap_of(op), "predict": op.predict,
-        "length": length.name if isinstance(length, Dim) else int(length), **shape_of(like),
-    }  # fmt: skip
+    return {"V": logits, "valid": op.valid_vocab, "cap": cap_of(op), "predict": op.predict,
+        "length": length.name if isinstance(length, Dim) else int(length), **shape_of(like)}  # fmt: skip
 
 
 @lowering("softcap_cross_entropy", also={"targets": "i32"})

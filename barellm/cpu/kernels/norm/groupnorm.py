@@ -90,9 +90,8 @@ def group_norm_dx(k, dx, dy, x, weight, mean, rstd, *, dims, count, channels, pi
 
 
 @kernel("group_norm_dparams", constants=shape_of)
-def group_norm_dparams(
-    k, dweight, dbias, dy, x, mean, rstd, *, dims, count, channels, pixels, groups, mode_dweight, mode_dbias
-) -> None:
+def group_norm_dparams(k, dweight, dbias, dy, x, mean, rstd, *, dims, count, channels, pixels, groups, mode_dweight,
+        mode_dbias) -> None:  # fmt: skip
     """The kernel: dweight (channels) = sum of dy n, dbias = sum of dy (None: not stored), over images and pixels, n = (x - mean)
     rstd. A work item is a channel, whose images are added in order."""
     group_channels = channels // groups

@@ -6,11 +6,9 @@ increment a counter waits for the store of the increment before: so each of TABL
 
 from typing import Any
 
-from barellm.cpu.kernel import Lowering, Op, Tensor, Value, lowering
+from barellm.cpu.kernel import PLANES, Lowering, Op, Region, Tensor, Value, lowering, part, weight_operand
 from barellm.cpu.kernels.loops import flat, new_accumulators, tree_reduce, vectors
-from barellm.program.dtypes import PLANES
 from barellm.program.ops.optim.exponent_stats import BINS, NOT_FINITE, SUMS
-from barellm.runtime.lowering import Region, part, weight_operand
 
 CHUNKS, CHUNK = 64, 32768  # at most so many chunks, of at least so many elements
 TABLES, WIDTH = 8, BINS + 64  # WIDTH: of a table, with the bin of lanes that hold no element

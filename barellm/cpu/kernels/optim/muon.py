@@ -8,16 +8,14 @@ from collections.abc import Iterator
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import Lowering, Op, lowering
+from barellm.cpu.kernel import PLANES, Lowering, Op, lowering, part, share
 from barellm.cpu.kernels import loops, numbers, storage
 from barellm.cpu.kernels.gemm.gemm import gemm, gemm_scratch_bytes
 from barellm.cpu.kernels.optim.optimizer import GRAIN as UPDATE_GRAIN
 from barellm.cpu.kernels.optim.optimizer import pairs
 from barellm.cpu.tuning import select_config
-from barellm.program.dtypes import PLANES
 from barellm.program.ops.optim.muon import LEAST
 from barellm.program.ops.optim.optimizer import CHUNK
-from barellm.runtime.lowering import part, share
 
 CHAINS = 4  # independent accumulation chains
 
@@ -155,9 +153,8 @@ def lower_scales(op: Op, c: Lowering) -> None:
 # --- the weight ---
 
 
-def muon_update(
-    k, param, param_lo, x, clip, scales, rows, *, C, by_column, rate, lr_scale, scale, weight_decay, squared, cautious
-) -> None:
+def muon_update(k, param, param_lo, x, clip, scales, rows, *, C, by_column, rate, lr_scale, scale, weight_decay, squared,
+        cautious) -> None:  # fmt: skip
     """The kernel: param (rows, C) = (1 - lr weight_decay) param - lr scale x in one pass, lr = the run-time scalar named `rate`
     times `lr_scale`. `param_lo`: a weight's second plane (storage.py), or None. `scales`: NorMuon's factor for each row of x, or
     each column if `by_column`; None: 1. `squared`: the decay is lr^2 scale weight_decay instead. `cautious`: an element decays only

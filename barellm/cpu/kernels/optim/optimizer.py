@@ -4,10 +4,9 @@ elements; clip (2) = [gradient norm, factor that clips it], whose factor is NaN 
 from collections.abc import Iterator
 from typing import Any
 
-from barellm.cpu.kernel import Lowering, Op, lowering
+from barellm.cpu.kernel import PLANES, Lowering, Op, lowering
 from barellm.cpu.kernels.storage import Moment, Weight, moment_operand, weight_operands
 from barellm.cpu.lang import Value, random
-from barellm.program.dtypes import PLANES
 
 GRAIN = 65536  # elements of a work item: 2 MB of memory, some 40 us
 
@@ -23,9 +22,8 @@ def power(k, base: float, exponent) -> Value:
     return result.value
 
 
-def adamw(
-    k, param, param_lo, m, v, grad, clip, n, stream, first, *, beta1, beta2, eps, weight_decay, lr_scale, cautious, bf16
-) -> None:
+def adamw(k, param, param_lo, m, v, grad, clip, n, stream, first, *, beta1, beta2, eps, weight_decay, lr_scale, cautious,
+        bf16) -> None:  # fmt: skip
     """The kernel: AdamW of `n` elements, param = p (1 - lr wd) - lr m^ / (sqrt(v^) + eps), lr = the run-time scalar times
     `lr_scale`; m, v (n): moments (storage.py), which are updated; grad, clip: as the module says. The step's factors are computed
     in double. `cautious` (modded-nanogpt): u = lr m^ / (sqrt(v) + eps) with the second bias correction in lr, then p - u - (lr^2 wd
@@ -82,9 +80,8 @@ def pairs(k, begin, end) -> Pairs:
 
 def dithered_pairs(k, begin, end, key, origin) -> Pairs:
     """As `pairs`, with random words (i32 lanes): [word, word] for a pair of vectors, [word] for one. ;A call of the generator
-    serves SHARED_WIDTH elements, a block;; `begin` starts a block, and so does `origin`, the element of the whole tensor that these
-    begin with (a rank's shard). The next block's words, a chain of 80 operations, are computed between this one's vectors
-    (pipelining)."""
+    serves SHARED_WIDTH elements, a block;; `begin` starts a block, and so does `origin`, the tensor's element that these begin with
+    (a rank's shard). The next block's words, a chain of 80 operations, are computed between this one's vectors (pipelining)."""
     width, vectors = random.SHARED_WIDTH, random.SHARED_WIDTH // k.lanes
     *_, first_words = random.shared_words(k, key, (origin + begin) // width)
     next_words = [k.var(word) for word in first_words]

@@ -3,9 +3,8 @@
 
 import numpy as np
 
-from barellm.cpu.kernel import Value, kernel
+from barellm.cpu.kernel import PLANES, Value, kernel
 from barellm.cpu.kernels.loops import elementwise, flat
-from barellm.program.dtypes import PLANES
 from barellm.program.ops.optim.exponent_stats import SUMS
 from barellm.program.ops.optim.scales import ABOVE, DEVIATIONS, EXPONENTS, FARTHEST, FIRST, FRACTION, LAST, MARGIN
 

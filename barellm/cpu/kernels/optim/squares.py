@@ -30,8 +30,7 @@ def block_number(row, col, columns) -> Value:
 
 
 def block_squares(k, partials, x, rows, columns) -> None:
-    """partials (ceil(rows / BLOCK), ceil(columns / BLOCK)) = the blocks' sums of squares, of x (rows, columns). Work items: rows of
-    blocks."""
+    """partials (ceil(rows / BLOCK), ceil(columns / BLOCK)) = sums of squares of x's (rows, columns) blocks. An item: a row."""
     with k.parallel_for((rows + (BLOCK - 1)) // BLOCK) as band, k.loop(0, columns, BLOCK) as col:
         block, first = BlockSum(k), band * BLOCK
         masks = [k.mask_first(columns - col - v) for v in range(0, BLOCK, k.lanes)]

@@ -37,8 +37,7 @@ def symmetric_gemm(k, out, x, linear, square, *, n: int, depth: int, columns: bo
 
 
 class SymmetricGemm:
-    """One thread's loop over work items. State: rows [first, last) of the result x the columns of B panel `panel_index`, from `col`
-    on."""
+    """One thread's loop over work items. State: rows [first, last) of the result x the columns of B panel `panel_index`."""
 
     def __init__(self, k, out, x, factors: tuple[Value, Value] | None, *, n: int, depth: int, columns: bool, tile: Tile) -> None:
         """Operands as in `symmetric_gemm`; `factors`: linear and square in all lanes. Scratch: two B panels, two A panels, the
@@ -142,10 +141,8 @@ class SymmetricGemm:
                 self.a_panels.step()
 
         dst = self.accumulators.at((row - self.first) * self.nr)
-        sums = microkernel(
-            k, tile, load_a, panel, k_units, vnni, tail=tail, prefetch=pack_step if self.overlap else None,
-            c_init=(p > 0, dst) if self.k_blocks > 1 else None, is_last_k=is_last_k,
-        )  # fmt: skip
+        sums = microkernel(k, tile, load_a, panel, k_units, vnni, tail=tail, prefetch=pack_step if self.overlap else None,
+            c_init=(p > 0, dst) if self.k_blocks > 1 else None, is_last_k=is_last_k)  # fmt: skip
         for i, value in enumerate(value for values in sums for value in values):
             dst.store(value, i * k.lanes)
 

@@ -1,16 +1,14 @@
 """Binarization (BNN): signs packed into 32-bit words, unpacked, and the straight-through estimator. Shapes: x, signs (rows, K),
 words (rows, W), with W = ceil(K / 32). (dims, inner): sizes whose product is the number of rows."""
 
-from barellm.cpu.kernel import Value, kernel
+from barellm.cpu.kernel import PLANES, Value, kernel
 from barellm.cpu.kernels.loops import accumulate, blocks, elementwise, flat, row_grain, shape_of
 from barellm.cpu.lang.random import signed
-from barellm.program.dtypes import PLANES
 from barellm.program.ops.pointwise.binary import BITS, words_of
 
 
 def word_of(k, x, column, count: int) -> Value:
-    """The i32 word of `count` signs from x[column] on: bit i is set where element i >= 0. A vector's comparison gives `lanes`
-    bits."""
+    """The i32 word of `count` signs from x[column] on: bit i is set where element i >= 0. A comparison gives `lanes` bits."""
     word = k.const(0, "i32")
     for part in range(0, min(count, BITS), k.lanes):
         left = count - part

@@ -30,8 +30,8 @@ def store_dropped(k, dst, src, column, left: int, word, rate: float, mode: str) 
 
 
 def dropout(k, out, x, stream, *, batch, seq, C: int, rate: float, mode: str) -> None:
-    """The kernel: out (batch, seq, C) = x * keep / (1 - rate), stored or added (`mode`), by threefry of (seed, step, sample,
-    stream, position, column)."""
+    """Kernel: out (batch, seq, C) = x * keep / (1 - rate), stored or added, by threefry of (seed, step, sample, stream, position,
+    column)."""
     for dst, src, key, position in keyed_rows(k, out, x, stream, batch, seq, C):
         for block, columns in blocks(k, C, 2 * HALF):
             for part, offset in random.column_blocks(k.lanes):
@@ -46,8 +46,7 @@ def dropout(k, out, x, stream, *, batch, seq, C: int, rate: float, mode: str) ->
 
 
 def tausworthe_dropout(k, out, x, stream, *, batch, seq, C: int, rate: float, bits: str, mode: str) -> None:
-    """The kernel: `dropout` with the draws of a Tausworthe generator, whose streams begin at each block of columns; `bits`: its
-    kind."""
+    """The kernel: `dropout` with draws of a Tausworthe generator, whose streams begin at each block; `bits`: its kind."""
     for dst, src, key, position in keyed_rows(k, out, x, stream, batch, seq, C):
         for number, columns in blocks(k, C, BLOCK):
             streams = Streams(k, bits, key, position, number)

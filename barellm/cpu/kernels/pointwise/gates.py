@@ -8,11 +8,10 @@ from itertools import cycle
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import Lowering, Op, Value, batch_and_seq, lowering
+from barellm.cpu.kernel import PLANES, Lowering, Op, Value, batch_and_seq, lowering
 from barellm.cpu.kernels import loops
 from barellm.cpu.kernels.reductions import chunks_of_rows, combine_sums, lower_partials, lower_scalars
 from barellm.cpu.lang.vector import exp
-from barellm.program.dtypes import PLANES
 
 # --- logits ---
 
@@ -45,9 +44,8 @@ def lower_gate_logits(op: Op, c: Lowering) -> None:
     c.call(gate_logits, {}, logits_constants(op))
 
 
-def gate_logits_backward(
-    k, partials, dx, dextra, dz, x, extra, weight, *, N, widths, strides, dstrides, modes, dims, inner
-) -> None:
+def gate_logits_backward(k, partials, dx, dextra, dz, x, extra, weight, *, N, widths, strides, dstrides, modes, dims,
+        inner) -> None:  # fmt: skip
     """The kernel: [dx, dextra] = dz @ weight, and partials (chunks, N, K) fp32 = dz^T @ [x, extra] of each chunk of rows, in one
     pass. Sums of few gates stay in registers, of many in L1. ;`strides`: of x, extra;; `dstrides`, `modes`: of dx, dextra."""
     K = sum(widths)

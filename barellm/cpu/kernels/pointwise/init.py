@@ -3,11 +3,10 @@
 import struct
 from math import prod
 
-from barellm.cpu.kernel import Lowering, Op, lowering
+from barellm.cpu.kernel import PLANES, Lowering, Op, lowering
 from barellm.cpu.kernels import loops, storage
 from barellm.cpu.lang import Value, random
 from barellm.cpu.lang.vector import ln, sincos_turn
-from barellm.program.dtypes import PLANES
 from barellm.program.ops.pointwise.random import HALF
 
 

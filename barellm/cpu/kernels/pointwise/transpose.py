@@ -7,11 +7,10 @@ STRIPS strips below each other, which write adjacent parts of the rows of y."""
 from collections.abc import Callable
 from typing import Any
 
-from barellm.cpu.kernel import Lowering, Op, Value, lowering
+from barellm.cpu.kernel import Lowering, Op, Value, lowering, part, plane
 from barellm.cpu.kernels import loops, storage
 from barellm.cpu.lang.vector import transpose
 from barellm.program.dtypes import FORMATS
-from barellm.runtime.lowering import part, plane
 
 STRIPS = 16  # of a tile
 WIDTH = 4096  # bytes of a tile's rows: a strip stays in the L2
