@@ -142,6 +142,5 @@ class Quantizing:
     def write_codes(self, name: str, lo: int, codes: np.ndarray, scales: np.ndarray) -> None:
         """Set rows from `lo` on, a multiple of a tile, which are codes already."""
         m = self.matrices[name]
-        packed = quantization.pack(codes, scales, m.how)
-        for t, array in zip((m.codes, m.scales), packed, strict=True):
+        for t, array in zip((m.codes, m.scales), quantization.pack(codes, scales, m.how), strict=True):
             self.session.write_rows(t.name, lo // quantization.TILE, array)

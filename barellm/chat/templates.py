@@ -90,8 +90,7 @@ def _need_jinja() -> None:
         version = metadata.version("jinja2")
     except metadata.PackageNotFoundError:
         raise UserError("chat templates need the package jinja2: pip install 'jinja2>=3.1.6'") from None
-    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
-    if numbers < (3, 1, 6):
+    if tuple(int(part) for part in version.split(".")[:3] if part.isdigit()) < (3, 1, 6):
         raise UserError(f"jinja2 is {version}, whose sandbox can be left: pip install 'jinja2>=3.1.6'")
 
 

@@ -82,8 +82,7 @@ def write(path: Path, session: RowReader, tensors: Mapping[str, Any], *, framewo
         for name, t in tensors.items():
             dtype = numpy_dtype(CODES[t.dtype])
             for lo, hi in pieces(t.shape, dtype.itemsize):
-                piece = np.ascontiguousarray(session.read_rows(name, lo, hi), dtype=dtype)
-                file.write(piece.reshape(-1).view(np.uint8))
+                file.write(np.ascontiguousarray(session.read_rows(name, lo, hi), dtype=dtype).reshape(-1).view(np.uint8))
         return file.close()
 
 

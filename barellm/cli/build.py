@@ -31,8 +31,7 @@ def run(args: argparse.Namespace) -> int:
         args.preset, args.config = None, str(of_run)
     isa = isa_named(args.isa) if args.isa else None
     config = configuration(args)
-    console = Console()
-    job = Run(config, start=None, weights=None, device="cpu", console=console, started=time.monotonic(), requested=True)
+    job = Run(config, start=None, weights=None, device="cpu", console=Console(), started=time.monotonic(), requested=True)
     built = build(job, Path(args.out), threads=args.threads, static=args.static, isa=isa)
     for path in sorted(path for path in built.folder.iterdir() if path.is_file()):
         print(f"{path}  {path.stat().st_size:,} bytes")

@@ -128,8 +128,7 @@ class Talk:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         while True:
             messages = [*system, *(self.messages or [{"role": "user", "content": ""}])]
-            given = {"add_generation_prompt": True, **self.variables}
-            parts = self.tokenizer.chats([messages], given)[0]
+            parts = self.tokenizer.chats([messages], {"add_generation_prompt": True, **self.variables})[0]
             ids = [i for part, _ in parts for i in part.tolist()]
             if len(ids) + self.room <= self.most:
                 return ids, parts[-1][1].rstrip().endswith("<think>")

@@ -119,8 +119,7 @@ def check_gpu() -> int:
     rows: dict[str, Any] = {}
     for preset in ("gpt2-124m", "llama-124m"):
         rows |= backend("cuda").self_checked(small(resolved(models.preset(preset), "cuda")), rows, build_programs)
-    facts = [*gpu().items(), ("barellm", __version__)]
-    for name, value in facts:
+    for name, value in [*gpu().items(), ("barellm", __version__)]:
         print(f"{name:<20} {_shown(value)}")
     print(f"\n{'kernel':<62} error/bound")
     for case, entry in rows.items():

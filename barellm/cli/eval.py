@@ -117,8 +117,7 @@ def _hellaswag(args: argparse.Namespace, checkpoint: Found) -> int:
     )
     with checkpoint.opened(positions=0, scoring=(batch, seq)) as compiled:
         console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
-        report = console.evaluating(len(task.texts))
-        result = task.run(Scorer(compiled.session, batch=batch, seq=seq), report=report)
+        result = task.run(Scorer(compiled.session, batch=batch, seq=seq), report=console.evaluating(len(task.texts)))
         console.clear()
     assert result is not None
     if out is not None:
@@ -159,8 +158,7 @@ def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
     batch, seq = shape_for(task.texts, tokens=args.batch * config.train.seq, most_seq=config.train.seq)
     with checkpoint.opened(positions=0, scoring=(batch, seq)) as compiled:
         console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
-        report = console.evaluating(len(task.texts))
-        rows = list(task.rows(Scorer(compiled.session, batch=batch, seq=seq), report=report))
+        rows = list(task.rows(Scorer(compiled.session, batch=batch, seq=seq), report=console.evaluating(len(task.texts))))
         console.clear()
     _write_lines(out, rows)
     total = documents.total(rows)

@@ -22,8 +22,7 @@ from barellm.training.curve import AXES, QUANTITIES, Curve
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, its metrics.jsonl, or what train --json said")
-    kinds = "a picture, .png, .svg or .pdf, or a page for a browser, .html (default: charts in the terminal)"
-    add(parser, "--out FILE", kinds)
+    add(parser, "--out FILE", "a picture, .png, .svg or .pdf, or a page for a browser, .html (default: charts in the terminal)")
     add(parser, "--x", "what it is drawn over (default: steps)", choices=AXES)
     add(parser, "--y",
         "loss, bits (per byte, of evaluations), lr, norm (of the gradient), speed (tokens per second) or hellaswag (accuracy "

@@ -80,8 +80,7 @@ def run(args: argparse.Namespace) -> int:
         source = Quantized(weights, {name: m.how for name, m in quantized.items()}, codes)
         folder.need_space(checkpoints.checkpoint_bytes(source))
         files = tokenizer_files(checkpoint.tokenizer)
-        step = meta.pop("step")
-        saved = checkpoints.save(folder.checkpoints, source, step=step, meta=meta, tokenizer=files, keep=1)
+        saved = checkpoints.save(folder.checkpoints, source, step=meta.pop("step"), meta=meta, tokenizer=files, keep=1)
     show(f"{saved}: {len(quantized)} matrices in {args.weights}\n  {_how(meta['calibration'])}")
     for name, which in (("before", checkpoint), ("after", found(str(saved), device=args.device, dtype="fp32"))):
         assert which.path is not None

@@ -67,8 +67,7 @@ def own_keys(saved: Any, folder: Path) -> dict[str, Any]:
         preset = overrides.flat(models.preset(config.preset))
     except UserError:
         return {}
-    keys = overrides.flat(config)
-    return {k: v for k, v in keys.items() if k not in CHOSEN_BY_DATA and v != preset.get(k, v)}
+    return {k: v for k, v in overrides.flat(config).items() if k not in CHOSEN_BY_DATA and v != preset.get(k, v)}
 
 
 def table(found: list[dict[str, Any]]) -> list[str]:

@@ -26,8 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", nargs="+")
     options.add(parser, "--host ADDRESS", "address to listen at (default: 127.0.0.1)", LOOPBACK[0])
     options.add(parser, "--port N", "port; 0 is a free one (default: 8000)", 8000)
-    key = "a key that requests must bring, in a variable of the environment"
-    options.add(parser, "--api-key-env NAME", key)
+    options.add(parser, "--api-key-env NAME", "a key that requests must bring, in a variable of the environment")
     options.add(parser, "--api-key-file FILE", "such a key in the first line of a file")
     said = "the first RUN with an adapter (LoRA), under this name; may be given several times"
     parser.add_argument("--adapter", action="append", default=[], metavar="NAME=DIR", help=said)

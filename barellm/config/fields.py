@@ -139,8 +139,7 @@ class Section:
     def __post_init__(self) -> None:
         for name, entry in entries(type(self)).items():
             if entry.kind in EXPECTED:
-                found = converted(f"{self.section}.{name}", getattr(self, name), entry.kind)
-                object.__setattr__(self, name, found)
+                object.__setattr__(self, name, converted(f"{self.section}.{name}", getattr(self, name), entry.kind))
         for name, entry in entries(type(self)).items():
             if problem := entry.check(f"{self.section}.{name}", getattr(self, name), self):
                 raise UserError(problem)

@@ -197,8 +197,7 @@ class File:
 def of_file(file: File) -> Config:
     """The configuration that a file alone says, whatever its preset is today: it was saved whole."""
     try:
-        model = models.module(file.architecture or models.BEFORE_NAMES).Config()
-        config = Config(preset=file.preset or "default", model=model)
+        config = Config(preset=file.preset or "default", model=models.module(file.architecture or models.BEFORE_NAMES).Config())
         return changed(config, {"data.document_mask": "off", **file.keys})  # before there was that key there was no mask
     except UserError as error:
         raise UserError(f"{file.origin}: {error}") from None

@@ -60,8 +60,7 @@ class Bench:
         packed = np.array([*args, 0], np.int64)
         block = ctypes.create_string_buffer(2 * RECORD_NBYTES)
         record = (ctypes.addressof(block) + RECORD_NBYTES - 1) & -RECORD_NBYTES
-        words = (ctypes.c_int64 * 3).from_address(record)
-        words[:] = (library.address(spec.symbol()), packed.ctypes.data, 1)
+        (ctypes.c_int64 * 3).from_address(record)[:] = (library.address(spec.symbol()), packed.ctypes.data, 1)
         samples = []
         for _ in range(repeats):
             t = time.perf_counter()

@@ -17,8 +17,7 @@ def cached_objects(emitters: dict[str, Callable[[], str]], isa: ISA, *, processe
     objects = {key: jit.load(key, isa) for key in emitters}
     missing = {key: emitters[key] for key, code in objects.items() if code is None}
     if missing:
-        service = Service("barellm.cpu.compilers", asdict(isa))
-        compiled = compile_all(missing, service, processes=processes, share=SHARE)
+        compiled = compile_all(missing, Service("barellm.cpu.compilers", asdict(isa)), processes=processes, share=SHARE)
         for key, code in compiled.items():
             jit.keep(key, isa, code)
         objects |= compiled

@@ -44,8 +44,7 @@ def target_machine(isa: ISA) -> llvm.TargetMachine:
         # For a linker, which may put it anywhere.
         return llvm.Target.from_triple(isa.triple).create_target_machine(cpu=isa.cpu, features=isa.features, opt=2, reloc="pic")
     _initialise()
-    target = llvm.Target.from_default_triple()
-    return target.create_target_machine(cpu=isa.cpu, features=isa.features, opt=2, jit=True)
+    return llvm.Target.from_default_triple().create_target_machine(cpu=isa.cpu, features=isa.features, opt=2, jit=True)
 
 
 @cache

@@ -142,8 +142,7 @@ class Pool:
         """The same on the calling thread, for a pool of one thread: to hand a table over takes some 30 us, more than a short one
         needs. Signals wait until it is done."""
         assert self.threads == 1, "the other threads of a pool expect its own leader"
-        slots = (ctypes.c_int64 * 3).from_address(self.shared + sync.TABLE)
-        slots[:] = (table, entries, 0)
+        (ctypes.c_int64 * 3).from_address(self.shared + sync.TABLE)[:] = (table, entries, 0)
         self._lead(self.rt(0), self.shared)
 
     def release(self) -> None:

@@ -67,8 +67,7 @@ def from_entry(entry: Any, isa: ISA, kind: str, dtype: str, depth: int) -> GemmC
 
     try:
         tile = Tile(*entry["tile"])
-        named = {name: entry[name] for name in ("nc", "order", "kc", "overlap")}
-        config = GemmConfig(tile, *entry["mc"], **named)
+        config = GemmConfig(tile, *entry["mc"], **{name: entry[name] for name in ("nc", "order", "kc", "overlap")})
         sizes = (tile.mr, tile.vectors, config.mc, config.long_mc, config.nc)
         plain = all(type(n) is int and 0 < n < 1 << 24 for n in sizes) and config.order in ORDERS
     except (KeyError, TypeError) as error:

@@ -275,8 +275,7 @@ class Event:
 
     def record_in_graph(self, stream: Any) -> None:
         """Record the event in the graph that is being captured: each launch of the graph records it again, for `since`."""
-        external = bindings().CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
-        call("cuEventRecordWithFlags", self.handle, stream, int(external))
+        call("cuEventRecordWithFlags", self.handle, stream, int(bindings().CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL))
 
     def hold(self, stream: Any) -> None:
         """Make all later work on the stream wait for the event. An event of a graph's capture makes the stream join it."""

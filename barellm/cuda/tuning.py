@@ -189,8 +189,7 @@ def from_entry(entry: Any, problem: Problem, arch: int) -> Config:
     configuration on this architecture (`configs`: those that are bitwise equal to the default)."""
     name = NAMES[problem.config_type]
     try:
-        fields = {str(OLD_FIELDS.get(field, field)): value for field, value in entry[name].items()}
-        config = problem.config_type(**fields)
+        config = problem.config_type(**{str(OLD_FIELDS.get(field, field)): value for field, value in entry[name].items()})
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"expected {name} ({error!r})") from error
     known = problem.configs(arch)

@@ -142,8 +142,7 @@ def text_corpus(
     paths = list(paths)
     total, done, scans = sum(path.stat().st_size for path in paths), 0, []
     for path in paths:
-        about = f"{layout!r}{reading_of(path, layout)}"
-        scans.append(remembered(path, lambda path=path: _walk(path, layout), about=about))
+        scans.append(remembered(path, lambda path=path: _walk(path, layout), about=f"{layout!r}{reading_of(path, layout)}"))
         done += scans[-1]["stored"]
         reported(done, total)
     characters = sum(scan["characters"] for scan in scans)

@@ -90,8 +90,7 @@ def _from_merges(content: bytes) -> list[bytes]:
     end = "\uffff"  # of a line: a byte of a merge may be a line feed
     latin = str.maketrans({c: chr(b) for c, b in byte_of.items()} | {" ": None, "\r": None, "\n": end})
     lines = content.decode().translate(latin).split(end)[1:]  # one translation: 50,000 cost as much as all else here
-    merges = [line.encode("latin-1") for line in lines if line]
-    return [bytes([b]) for b in byte_of.values()] + merges + [b""]
+    return [bytes([b]) for b in byte_of.values()] + [line.encode("latin-1") for line in lines if line] + [b""]
 
 
 def _from_ranks(content: bytes) -> list[bytes]:

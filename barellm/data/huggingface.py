@@ -44,8 +44,7 @@ class HuggingFace(Tokenizer):
         self.changes = changes(found)
         self.exact = not self.changes
         self.prefixed = _spaces(steps(found.get("normalizer"), "normalizers") + steps(found["pre_tokenizer"], "pretokenizers"))
-        decoder = [step for step in steps(found.get("decoder"), "decoders") if step["type"] != "ByteLevel"]
-        self.strips = _spaces(decoder)
+        self.strips = _spaces([step for step in steps(found.get("decoder"), "decoders") if step["type"] != "ByteLevel"])
         self.byte_fallback = "ByteFallback" in {step["type"] for step in steps(found.get("decoder"), "decoders")}
         self._leading = _leading(found, self._special)
         bos = next((self._special[name] for name in BEFORE_TEXT if name in self._special), None)
@@ -88,8 +87,7 @@ class HuggingFace(Tokenizer):
             elif self.byte_fallback and len(name) == 6 and name.startswith("<0x"):
                 found[i] = bytes.fromhex(name[3:5])
             else:  # what the decoder makes of it between two others
-                text = _joined(decoder, ["a", name, "b"])
-                found[i] = text[1:].removesuffix(tail).encode()
+                found[i] = _joined(decoder, ["a", name, "b"])[1:].removesuffix(tail).encode()
         return found
 
     @cached_property

@@ -94,8 +94,7 @@ class Repeated(Rows):
 
     def batch(self, first_sample: int, count: int, *, seq: int, document: int) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets, as `Rows.batch`: one batch of the underlying source for each range, concatenated."""
-        runs = self._runs(first_sample, count)
-        batches = [self.rows.batch(first, size, seq=seq, document=document) for first, size in runs]
+        batches = [self.rows.batch(first, size, seq=seq, document=document) for first, size in self._runs(first_sample, count)]
         return np.concatenate([inputs for inputs, _ in batches]), np.concatenate([targets for _, targets in batches])
 
     def starts(self, first_sample: int, count: int, tokens: np.ndarray) -> np.ndarray | None:

@@ -84,8 +84,7 @@ class Remote:
 
 def list_files(source: HubSet) -> tuple[str, list[Remote]]:
     """The data set's current revision and its files at it: validation files first, then training files, each group sorted."""
-    hub = required("huggingface_hub", source.repo)
-    api = hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+    api = required("huggingface_hub", source.repo).HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
     folder = source.train.rpartition("/")[0]
     try:
         revision = api.repo_info(source.repo, repo_type="dataset").sha

@@ -272,8 +272,7 @@ def _from_shards(data: DataConfig, shards: list[Path], tokenizer: Tokenizer | No
         cut = int(len(whole) * (1 - data.val_fraction))
         train_stream = whole.slice(0, cut, name=f"training part of {described}")
         val_stream = whole.slice(cut, len(whole), name=f"validation part of {described}")
-    identity = f"shards {FORMAT} {digests} {len(train_stream)} {tokenizer.hash}"
-    key = hashlib.sha256(identity.encode()).hexdigest()[:32]
+    key = hashlib.sha256(f"shards {FORMAT} {digests} {len(train_stream)} {tokenizer.hash}".encode()).hexdigest()[:32]
     sizes = _text_bytes(folder) if has_manifest and train and val else None
     return Dataset(name=described, tokenizer=tokenizer, train=train_stream, val=val_stream, hash=key, text_bytes=sizes)
 
@@ -302,8 +301,7 @@ def _part(path: Path) -> str | None:
 
 
 def _parts(shards: list[Path]) -> tuple[list[Path], list[Path]]:
-    train = [path for path in shards if _part(path) == "train"]
-    return train, [path for path in shards if _part(path) == "val"]
+    return [path for path in shards if _part(path) == "train"], [path for path in shards if _part(path) == "val"]
 
 
 def _inspected(shards: list[Path], tokenizer: Tokenizer) -> dict[Path, tuple[int, str]]:

@@ -144,8 +144,7 @@ class Tokenizer(chats.Chats):
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json into a folder, and `files` beside it: all that `load_tokenizer` needs."""
-        tokens = [base64.b64encode(token).decode() for token in self.tokens]
-        self._write(folder, tokens)
+        self._write(folder, [base64.b64encode(token).decode() for token in self.tokens])
 
     def _write_files(self, folder: Path) -> None:
         for name, content in self.files.items():

@@ -108,8 +108,7 @@ class MpiRanks:
         """What is read of the memory of each rank that can be read."""
         found, places = [], self._places(sends)
         for rank, process in self._readable.items():
-            arrays = [array for source, array in receives if source == rank]
-            found.append(memory.Reading(process, arrays, places[rank]))
+            found.append(memory.Reading(process, [array for source, array in receives if source == rank], places[rank]))
         return found
 
     def _places(self, sends: Arrays) -> dict[int, list[memory.Place]]:
@@ -145,8 +144,7 @@ class MpiRanks:
         self._wait([self._world.Iallgather(np.array([own.size], np.int64), sizes)], no_timeout=no_timeout)
         found = np.empty(int(sizes.sum()), np.uint8)
         self._wait([self._world.Iallgatherv(own, [found, sizes.tolist()])])
-        ends = np.cumsum(sizes)
-        return [pickle.loads(found[end - n : end].tobytes()) for end, n in zip(ends, sizes, strict=True)]
+        return [pickle.loads(found[end - n : end].tobytes()) for end, n in zip(np.cumsum(sizes), sizes, strict=True)]
 
     def send(self, rank: int, value: Any, *, background: bool = False) -> None:
         if background:

@@ -43,8 +43,7 @@ def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | Non
     if kind != TOKENIZER and has_adapter != merge:
         hint = "export it as peft, or add --merge" if has_adapter else "leave out --merge"
         raise UserError(f"{weights.path} {'was trained on top of' if has_adapter else 'has no adapter and no'} a base: {hint}")
-    module = models.of(weights.model)
-    if kind != TOKENIZER and not hasattr(module, "llmc_order" if kind.startswith("llmc") else "HUGGING_FACE"):
+    if kind != TOKENIZER and not hasattr(models.of(weights.model), "llmc_order" if kind.startswith("llmc") else "HUGGING_FACE"):
         raise UserError(f"{weights.path} is {models.name_of(weights.model)}, which --format {kind} does not have")
     if kind != TOKENIZER and (reason := huggingface.hugging_face(weights.model).refused(weights.model)):
         raise UserError(f"{weights.path}: {reason}")

@@ -185,8 +185,7 @@ def _read(path: Path, package: Any, tokenizer: bool) -> Weights:
     if head.get("expert_count", 0):
         raise UserError(f"{path}: {architecture}.expert_count is {head.get('expert_count')}, expected a model without experts")
     tensors = {name: _tensor(package, one, name) for one in heads for name in one.infos}
-    config = config_of(head, tensors)
-    model = huggingface.model_of(path, config)
+    model = huggingface.model_of(path, config_of(head, tensors))
     known = huggingface.hugging_face(model)
     kinds = {name: kind for kind, name in package.MODEL_ARCH_NAMES.items()}
     names = package.get_tensor_name_map(kinds[architecture], getattr(model, "layers", 0))

@@ -130,8 +130,7 @@ def model_of(path: Path, config: Mapping[str, Any]) -> ModelConfig:
             found[name] = key, values[_one_of(key, config.get(key, default), tuple(values))]
         found |= arch.read(config)
         kinds = {name: entry.kind for name, entry in entries(module.Config).items()}
-        given = {name: converted(key, value, kinds[name]) for name, (key, value) in found.items()}
-        model = module.Config(**arch.fixed, **given)
+        model = module.Config(**arch.fixed, **{name: converted(key, value, kinds[name]) for name, (key, value) in found.items()})
         if hugging_face(model) is not arch:
             model = replace(model, family=arch.model_type)
     except UserError as error:

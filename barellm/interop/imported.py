@@ -20,8 +20,7 @@ from barellm.training.batch_rampup import BatchRampup
 
 def like(weights: Weights) -> Config:
     """The preset of this model's sizes, whatever its vocabulary; else the one that its module names, with them. It has no text."""
-    module = models.of(weights.model)
-    known = [make() for make in module.PRESETS.values()]
+    known = [make() for make in models.of(weights.model).PRESETS.values()]
     same = [p for p in known if _sizes(p.model) == _sizes(weights.model)]
     config = weights.configured(same[0] if same else models.preset(huggingface.hugging_face(weights.model).preset), {})
     return replace(config, data=replace(config.data, source=""))
@@ -52,8 +51,7 @@ def save(
         meta |= _training(config, state)
     with RunFolder(out, resume=None) as folder:
         folder.need_space(checkpoint.checkpoint_bytes(source))
-        files = tokenizer_files(tokenizer)
-        return checkpoint.save(folder.checkpoints, source, step=step, meta=meta, tokenizer=files, keep=1)
+        return checkpoint.save(folder.checkpoints, source, step=step, meta=meta, tokenizer=tokenizer_files(tokenizer), keep=1)
 
 
 def _training(config: Config, state: State) -> dict[str, Any]:

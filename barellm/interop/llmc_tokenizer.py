@@ -49,5 +49,4 @@ def content(tokenizer: Tokenizer | None) -> bytes:
         raise UserError(f"token {longest} has {len(tokens[longest])} bytes, llm.c's tokenizers have up to 255")
     header = np.zeros(HEADER // 4, "<i4")
     header[:4] = [MAGIC, 2, len(tokens), tokenizer.eot]
-    body = b"".join(bytes([len(token)]) + token for token in tokens)
-    return header.tobytes() + body
+    return header.tobytes() + b"".join(bytes([len(token)]) + token for token in tokens)

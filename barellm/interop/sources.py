@@ -48,8 +48,7 @@ def of_step(step: Path) -> Weights:
 def _apart(step: Path) -> tuple[Weights, adapters.Adapter]:
     """The base that a checkpoint names, with the tokenizer of the run, and what was trained on top of it."""
     base = open_base(checkpoint.read_meta(step), step)
-    own = load_tokenizer(step, rows=base.model.vocab_size)
-    return replace(base, tokenizer=own), adapters.of_checkpoint(step, base.model)
+    return replace(base, tokenizer=load_tokenizer(step, rows=base.model.vocab_size)), adapters.of_checkpoint(step, base.model)
 
 
 def begin_from(config: Config, changes: Mapping[str, Any]) -> tuple[Config, Weights]:

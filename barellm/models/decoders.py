@@ -285,8 +285,7 @@ def of_family(f: Family) -> HuggingFace:
 @cache
 def architectures(module: ModuleType) -> tuple[HuggingFace, ...]:
     """What the models of a module can be in Hugging Face's words."""
-    rows = getattr(module, "HUGGING_FACE", ())
-    return tuple(of_family(one) if isinstance(one, Family) else one for one in rows)
+    return tuple(of_family(one) if isinstance(one, Family) else one for one in getattr(module, "HUGGING_FACE", ()))
 
 
 def hugging_face(model: ModelConfig) -> HuggingFace:

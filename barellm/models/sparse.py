@@ -148,12 +148,10 @@ def _attention(p: Program, cfg: Config, tokens_BT: Tensor) -> Callable[[gpt2.Blo
         return lambda _, qkv_BT3C: p.attention(*p.split(qkv_BT3C, 3), heads=cfg.heads)
     from barellm.program import layouts  # with NumPy, which choosing a preset does not need
 
-    whole = layouts.parse(cfg.layout, length=cfg.max_seq, block=cfg.block, heads=cfg.heads)
-    layout = whole.first(int(tokens_BT.shape[1]))
+    layout = layouts.parse(cfg.layout, length=cfg.max_seq, block=cfg.block, heads=cfg.heads).first(int(tokens_BT.shape[1]))
 
     def attend(b: gpt2.Block, qkv_BT3C: Tensor) -> Tensor:
-        vectors = _distances(p, cfg, b)
-        return p.block_sparse_attention(*p.split(qkv_BT3C, 3), relative=vectors, layout=layout, heads=cfg.heads)
+        return p.block_sparse_attention(*p.split(qkv_BT3C, 3), relative=_distances(p, cfg, b), layout=layout, heads=cfg.heads)
 
     return attend
 

@@ -115,8 +115,7 @@ def build(run: Run, folder: Path, *, threads: int | None = None, static: bool = 
     lowered = step.lower_and_plan(programs, threads=threads, isa=isa)
     machine = CompiledModel(config, "cpu", None, programs, lowered.plan)
     run.config = config
-    meta = json.dumps(run.meta(machine), indent=2)
-    image = Image(config, programs, lowered, isa, meta, run.data.tokenizer)
+    image = Image(config, programs, lowered, isa, json.dumps(run.meta(machine), indent=2), run.data.tokenizer)
     kernels = objects(lowered)
     temporary = folder.with_name(f"{TEMPORARY}{folder.name}")
     if temporary.exists():  # of a build that was killed

@@ -115,8 +115,7 @@ class Image:
     def _calls(self) -> Iterable[str]:
         """C source of the call tables, arguments and relocations of all programs: an argument is a number, or an arena offset that
         is relocated when the arena is mapped."""
-        symbols = sorted({spec.symbol() for spec in self.lowered.specs})
-        yield from (f"extern kernel {symbol};" for symbol in symbols)
+        yield from (f"extern kernel {symbol};" for symbol in sorted({spec.symbol() for spec in self.lowered.specs}))
         rows = []
         for name in PROGRAMS:
             calls = self.lowered.calls[name]
@@ -146,8 +145,7 @@ class Image:
         for t in self.kept:
             yield f"    {{\"{t.name}\", '{t.role[0]}', {t.dtype.upper()}, {self._offset(t)}, {t.size}, {t.nbytes}}},"
         yield "};"
-        order = sorted(range(len(self.kept)), key=lambda i: self.kept[i].name)
-        yield from _array("const int64_t by_name[]", order)
+        yield from _array("const int64_t by_name[]", sorted(range(len(self.kept)), key=lambda i: self.kept[i].name))
         yield f"const int64_t tensor_count = {len(self.kept)};"
 
     def _constants(self) -> Iterable[str]:

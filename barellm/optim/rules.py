@@ -103,8 +103,7 @@ def append_clip_scale(
         partials = sharding.partials(p, params)
     squares = {f"p{i}": t for i, t in enumerate(partials)}
     operands = {"skipped": p.state("skipped", (1,), "i32"), "loss_scale": loss_scale.loss_scale_of(p), **squares}
-    scale = p.apply(ops.ClipScale, **operands, clip=clip, into=None if into is None else {"clip": (into, "store")})
-    return scale.clip
+    return p.apply(ops.ClipScale, **operands, clip=clip, into=None if into is None else {"clip": (into, "store")}).clip
 
 
 def append_updates(

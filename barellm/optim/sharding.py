@@ -174,8 +174,7 @@ class OptimizerSharding:
         """Append the partial sums of squares of this rank's shard of the gradients."""
         for t, sums in zip(params, partials, strict=True):
             if (own := self.own(t)) is not None:
-                into = self._own_chunks(t, sums)
-                p.apply(ops.SumSquares, into={"partials": (into, "store")}, x=p.gradient_of(own))
+                p.apply(ops.SumSquares, into={"partials": (self._own_chunks(t, sums), "store")}, x=p.gradient_of(own))
 
     def _chunks(self, param: Tensor) -> list[Part]:
         """Which of a parameter's partial sums each rank computes: (first, end), by rank."""

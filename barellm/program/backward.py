@@ -42,8 +42,7 @@ class Parts:
             gap = min(first, end) - begin
             if gap > 0:
                 columns = View(self.grad, begin, gap)
-                into = {"y": (columns, self.first_mode)}
-                self.graph.apply(Zeros, into=into, shape=columns.shape, dtype=columns.dtype)
+                self.graph.apply(Zeros, into={"y": (columns, self.first_mode)}, shape=columns.shape, dtype=columns.dtype)
                 self.written.append((begin, gap))
             begin = max(begin, first + n)
         return self.grad
@@ -101,8 +100,7 @@ class Gradients:
             self.write(Rescale, {"y": forward}, x=grad, forward=1.0, backward=1.0)  # which stores it
             return
         if isinstance(forward, View):
-            target = self._columns(forward, grad.dtype)
-            self.graph.apply(Cast, into={"y": target}, x=grad, dtype=grad.dtype)
+            self.graph.apply(Cast, into={"y": self._columns(forward, grad.dtype)}, x=grad, dtype=grad.dtype)
             return
         self._join(forward)
         pending = self.of.get(forward)

@@ -37,8 +37,7 @@ class Lists:
     @property
     def table(self) -> np.ndarray:
         """i32: segments, cuts, other, number, one after the other."""
-        parts = (self.segments, self.cuts, self.other, self.number)
-        return np.concatenate([part.reshape(-1) for part in parts]).astype(np.int32)
+        return np.concatenate([part.reshape(-1) for part in (self.segments, self.cuts, self.other, self.number)]).astype(np.int32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -144,8 +144,7 @@ class Layout:
 
 def table(offsets: np.ndarray, blocks: np.ndarray, kinds: np.ndarray) -> np.ndarray:
     """i32, one after the other: the first entry of each row of each head and the number of entries, `blocks`, `kinds`."""
-    flat = np.append(offsets[:, :-1].reshape(-1), len(blocks))
-    return np.concatenate([flat, blocks, kinds]).astype(np.int32)
+    return np.concatenate([np.append(offsets[:, :-1].reshape(-1), len(blocks)), blocks, kinds]).astype(np.int32)
 
 
 def offsets_of(counts: np.ndarray) -> np.ndarray:

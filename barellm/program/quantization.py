@@ -106,8 +106,7 @@ def quantize(w_NK: np.ndarray, how: Scheme, *, name: str = "w", first: int = 0) 
     scales, exponents = halves(scales_of(largest, least, how))
     if exponents.any():
         grouped = np.ldexp(grouped, -exponents[..., None])
-    codes = nearest_codes(grouped, scales[..., None], how)
-    return codes.reshape(N, -1)[:, :K], joined(scales, exponents)
+    return nearest_codes(grouped, scales[..., None], how).reshape(N, -1)[:, :K], joined(scales, exponents)
 
 
 def scales_of(largest: np.ndarray, least: np.ndarray, how: Scheme) -> np.ndarray:

@@ -57,8 +57,7 @@ class ArenaSession(ABC):
     # --- running ---
 
     def _inputs_of(self, program: str) -> dict[str, Tensor]:
-        named = self.programs[program].named
-        return {name: t for name, t in named.items() if t.role == "input" and t in self.plan.offsets}
+        return {name: t for name, t in self.programs[program].named.items() if t.role == "input" and t in self.plan.offsets}
 
     def _input_rooms(self, room: Callable[[Tensor], np.ndarray]) -> dict[str, dict[str, tuple[np.ndarray, int, list[int]]]]:
         """For each program and input: (flat destination array from `room(t)`, elements per unit of the dynamic sizes, indices of

@@ -40,5 +40,4 @@ def cpu_limit() -> float | None:
 
 
 def memory_limits() -> list[tuple[int, Path]]:
-    texts = [*files("memory.max"), *files("memory.limit_in_bytes", "memory")]
-    return [(int(text), path) for path, text in texts if text.isdigit()]
+    return [(int(text), path) for path, text in [*files("memory.max"), *files("memory.limit_in_bytes", "memory")] if text.isdigit()]

@@ -58,8 +58,7 @@ class Arena:
         self.bytes = np.zeros(plan.arena_bytes, dtype=np.uint8)
 
     def read(self, t: Tensor, shape: tuple[int, ...], *, rounded: bool = False) -> np.ndarray:
-        size = int(np.prod(shape))
-        planes = self._planes(t, size)
+        planes = self._planes(t, int(np.prod(shape)))
         values = planes[0] if rounded and dtypes.FORMATS[t.dtype].planes else dtypes.decode(planes, t.dtype)
         return values.reshape(shape).astype(np.int32 if t.dtype == "i32" else self.dtype)
 

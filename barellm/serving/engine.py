@@ -163,8 +163,7 @@ class Engine:
     def _check(self, r: Request) -> None:
         """UserError for a request outside the model's vocabulary or the engine's limits."""
         ids, least, k = f"expected ids from 0 to {self._rows - 1}", 0 if r.echo else 1, r.top_logprobs
-        both = (r.prompt, dict(r.sampling.logit_bias))
-        bad, biases = ([i for i in one if not 0 <= i < self._rows][:3] for one in both)
+        bad, biases = ([i for i in one if not 0 <= i < self._rows][:3] for one in (r.prompt, dict(r.sampling.logit_bias)))
         sizes = f"{len(r.prompt)} tokens of the prompt and {r.count} that follow are {len(r.prompt) + r.count}"
         for wrong, says in (
             (not r.prompt, "the prompt has no tokens, expected at least one"),
@@ -182,8 +181,7 @@ class Engine:
         """Texts that run and that wait, sizes, and counts since the beginning: tokens of prompts computed and shared, ..."""
         with self._changed:
             texts = {"running": len(self._texts), "waiting": len(self._waiting)}
-            sizes = {"slots": self.slots, "positions": self.positions, "kv_bytes": self._slots.nbytes}
-            return texts | sizes | self._counts
+            return texts | {"slots": self.slots, "positions": self.positions, "kv_bytes": self._slots.nbytes} | self._counts
 
     def close(self, grace: float = 0.0) -> None:
         """Take no more texts, finish those that were taken for up to `grace` seconds, and tell the others that they failed."""

@@ -96,8 +96,7 @@ class Replay(Run):
             self.config, self.stored = compiled.config, compiled.session
             progress = self._begin(folder, compiled)
             progress.total = self.recorded.total
-            output = Silent(self, folder.path, compiled)
-            yield self._loop(folder, compiled, progress, files, output=output, stop=Stopping())
+            yield self._loop(folder, compiled, progress, files, output=Silent(self, folder.path, compiled), stop=Stopping())
 
     def compare(self, *, ops: bool) -> dict[str, Any]:
         """The result: `equal`, what was `compared`, the first `differences`, and with `ops`, or where there are any, the `fault`:
@@ -117,8 +116,7 @@ class Replay(Run):
         step, first, check = last or self.recorded.step, loop.progress.step + 1, None
         loop.replay(step - 1)
         if by_op:
-            tf32 = self.config.train.tf32
-            check = OpCheck(loop.session, bound=BOUND, fp32_bound=BOUND if tf32 else FP32_BOUND)
+            check = OpCheck(loop.session, bound=BOUND, fp32_bound=BOUND if self.config.train.tf32 else FP32_BOUND)
         loop.replay(step)
         differences: list[dict[str, Any]] = []
         for row in loop.metrics.rows:

@@ -162,8 +162,7 @@ def perplexity(nats: float) -> str:
 
 def packing(packed: examples.Packed) -> list[str]:
     """Lines about sequence packing: efficiency, and truncated or dropped examples."""
-    held = sum(last - first for row in packed.rows for first, last in row)
-    share = held / (len(packed.rows) * (packed.seq + 1))
+    share = sum(last - first for row in packed.rows for first, last in row) / (len(packed.rows) * (packed.seq + 1))
     kept = sum(map(len, packed.rows))
     sees = "each sees itself alone" if packed.masked else "each sees those before it in its sequence"
     lines = [f"packing  {kept:,} examples in {len(packed.rows):,} sequences of {packed.seq} tokens, {share:.0%} efficiency; {sees}"]

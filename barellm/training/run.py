@@ -67,8 +67,7 @@ class Run(Inputs):
             with agreement.rank_zero_first(self.ranks):  # what rank 0 compiles, the others find in the cache
                 options: dict[str, Any] = {"positions": self.positions, "scoring": self.scoring, "ranks": self.ranks}
                 options["documents"] = self.data.masked
-                opened = open_model(self.config, device=self.device, **options)
-                compiled = opening.enter_context(opened)
+                compiled = opening.enter_context(open_model(self.config, device=self.device, **options))
             self.config = compiled.config
             agreement.check_consistent_across_ranks(self.ranks, self._facts(compiled))
             self.stored: Any = compiled.session  # as checkpoints have it

@@ -40,5 +40,4 @@ def _scheduled(step: int, high: float, low: float, *, total: int | None, optim: 
 def steps_in_time(*, done: int, step_s: float, pause_s: float, left_s: float, limit: int) -> int:
     """The total number of steps that end within `left_s` seconds from now. A step takes `step_s`, and evaluations and samples add
     `pause_s` to it on average. It is at least one more than `done`, and at most `limit`."""
-    more = int(left_s / max(1e-9, step_s + pause_s))
-    return min(limit, done + max(1, more))
+    return min(limit, done + max(1, int(left_s / max(1e-9, step_s + pause_s))))

@@ -70,8 +70,6 @@ def tokens_before(config: Config) -> Callable[[int], int]:
     def before(index: int) -> int:
         while len(seen) <= index:
             last = len(seen) - 1
-            seq = steps.step(last, train.steps or None).seq
-            seen.append(seen[-1] + train.micro_batch_size * batch_rampup.count(last) * seq)
-        return seen[index]
+            seen.append(seen[-1] + train.micro_batch_size * batch_rampup.count(last) * steps.step(last, train.steps or None).seq)
 
     return before

@@ -92,8 +92,7 @@ def _groups(parser: argparse.ArgumentParser, everything: bool) -> Iterator[tuple
         actions = [a for a in found._group_actions if a.help != argparse.SUPPRESS]
         actions = [a for a in actions if everything or not (getattr(a, "rare", False) or isinstance(a, Help))]
         if actions:
-            title = str(found.title).removeprefix("positional ")
-            yield title, sorted(actions, key=lambda a: bool(a.option_strings))
+            yield str(found.title).removeprefix("positional "), sorted(actions, key=lambda a: bool(a.option_strings))
 
 
 def _entry(action: argparse.Action, everything: bool) -> list[str]:

@@ -198,8 +198,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         ("repetition-penalty", "X", float, 1.0, "penalty of tokens of the text"),
         ("top-k", "K", int, 0, "only the K most likely tokens; 0 is all"),
     ):
-        said = f"{what} (default: the model's, else {default:g})"
-        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=said)
+        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=f"{what} (default: the model's, else {default:g})")
 
 
 def sampling_of(args: argparse.Namespace, tokenizer: Tokenizer) -> Sampling:

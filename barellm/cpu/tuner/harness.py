@@ -155,8 +155,7 @@ class Harness(harness.Harness):
     # --- timing ---
 
     def _bind(self, loaded: Loaded, tokens: int, accumulate: int) -> None:
-        values = scalars.defaults() | {"batch": 1, "seq": tokens, "accumulate": accumulate}
-        for name, value in values.items():
+        for name, value in (scalars.defaults() | {"batch": 1, "seq": tokens, "accumulate": accumulate}).items():
             self.scalars[scalars.SCALARS[name].index] = value
         thread_scratch = (loaded.thread_scratch.ctypes.data + 63) & ~63
         self.pool.bind(self.scalars.ctypes.data, thread_scratch, loaded.thread_scratch_bytes)

@@ -66,8 +66,7 @@ def lowered(problem: Problem, case: Case, candidate: Candidate, target: Target) 
     tf32 = problem.dtype == "tf32" if isinstance(problem, GemmProblem) else target.tf32
     matmul = "triton" if isinstance(problem, GemmProblem) and problem.kernel == "triton" else "barellm"
     plain = isinstance(candidate.config, AttentionConfig) and not candidate.config.warp_specialized
-    config = {problem.operation: candidate.config}
-    target = replace(target, tf32=tf32, matmul=matmul, plain_attention=plain, config=config)
+    target = replace(target, tf32=tf32, matmul=matmul, plain_attention=plain, config={problem.operation: candidate.config})
     with tuning.counting() as requested:
         made = lower_and_plan({"op": p}, target)
     assert requested[problem] == 1, f"{p.ops} asked for {list(requested)}, not for {problem}"

@@ -119,12 +119,10 @@ class AllGather(Transfer):
         return {f"y{i}": spec for i, spec in enumerate(self.attrs["specs"])}
 
     def arriving(self, arrays: Arrays) -> list[tuple[int, np.ndarray]]:
-        source = zip(self.attrs["source"], self.outputs, strict=True)
-        return [(rank, array) for rank, name in source for array in arrays[name]]
+        return [(rank, array) for rank, name in zip(self.attrs["source"], self.outputs, strict=True) for array in arrays[name]]
 
     def bytes(self) -> int:
-        tensors = (*self.inputs.values(), *self.outputs.values())
-        return sum(operand_bytes(t) if self.planes(t) == [0] else t.nbytes for t in tensors)
+        return sum(operand_bytes(t) if self.planes(t) == [0] else t.nbytes for t in (*self.inputs.values(), *self.outputs.values()))
 
 
 def _sum_in_rank_order(own: np.ndarray, others: np.ndarray, rank: int) -> np.ndarray:

@@ -118,5 +118,4 @@ class Calls(Graph):
 
     def last_logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """fp32 logits (B, 1, Vp) of the last position of x (B, T, C)."""
-        last = self.apply(LastRow, x=x).y
-        return self.apply(Matmul, x=last, weight=weight, dtype="fp32").y
+        return self.apply(Matmul, x=self.apply(LastRow, x=x).y, weight=weight, dtype="fp32").y

@@ -176,6 +176,5 @@ class Calls(Graph):
 
     def softcapped_logits(self, x: Tensor, head: Tensor, *, cap: Cap | None = (23.0, 5.0, 7.5)) -> Tensor:
         """fp32 logits (B, 1, Vp) of the last position of x (B, T, C), head (C, Vp), capped by `cap`."""
-        last = self.apply(LastRow, x=x).y
-        logits = self.apply(matmul.MatmulDx, dy=operand(self, last), weight=head).dx
+        logits = self.apply(matmul.MatmulDx, dy=operand(self, self.apply(LastRow, x=x).y), weight=head).dx
         return self.apply(Cast, x=logits, dtype="fp32").y if cap is None else self.apply(Softcap, x=logits, cap=cap).y

@@ -93,8 +93,7 @@ class Tuner:
                 # The default itself crashed or hung: keep it, go on (`open` starts a new child)
                 except Lost as why:
                     worker.close()
-                    reasons = [(str(default), str(why))]
-                    verdict = Verdict(problem, default.config, default.config, 1.0, 0.0, 0, reasons)
+                    verdict = Verdict(problem, default.config, default.config, 1.0, 0.0, 0, [(str(default), str(why))])
                 self.keep(verdict)
                 verdicts.append(verdict)
                 each(verdict)

@@ -29,8 +29,7 @@ class Worker:
     def open(self, problem: Any) -> None:
         """Prepare operands and the default's results. Lost where those are not what they must be."""
         self.problem, self._checked = None, set()
-        answer = self.ask("open", problem, limit=self.limit + self.OPENING_S, **self.options)
-        if reason := answer.get("rejected"):
+        if reason := self.ask("open", problem, limit=self.limit + self.OPENING_S, **self.options).get("rejected"):
             raise Lost(f"the default: {reason}")
         self.problem = problem
 

@@ -69,8 +69,7 @@ def programs(case: AttentionSizes) -> dict[str, Program]:
             dout = p.input("dout", (*dims, C), dtype)
             dqkv = p.output("dqkv", p.activation("dqkv", qkv.shape, dtype))
             into = {f"d{n}": (view, "store") for n, view in zip("qkv", p.split(dqkv, widths), strict=True)}
-            back = {**operands, "out": saved.out, "dout": dout, "lse": saved.lse}
-            p.apply(ops.AttentionBackward, into=into, **back, **attrs)
+            p.apply(ops.AttentionBackward, into=into, **{**operands, "out": saved.out, "dout": dout, "lse": saved.lse}, **attrs)
     return made
 
 
@@ -85,8 +84,7 @@ class OurAttention:
         self.sizes = {"batch": case["batch"], "seq": case["seq"]}
         random = np.random.default_rng(0)
         for name, columns in (("qkv", width), ("dout", C)):
-            shape = (case["batch"], case["seq"], columns)
-            self.session.write(name, random.standard_normal(shape, np.float32))
+            self.session.write(name, random.standard_normal((case["batch"], case["seq"], columns), np.float32))
         for what in WHATS:
             self.session.run(what, **self.sizes)
 

@@ -144,8 +144,7 @@ class Timed:
         fill(self.session)
         self.session.run("products", batch=1, seq=gemm.tokens)
         records = self.session.records["products"]
-        once = self._table(records, 1)()
-        turns = 1 + int(TABLE_SECONDS / (once * copies))
+        turns = 1 + int(TABLE_SECONDS / (self._table(records, 1)() * copies))
         self.cold = self._table(records, turns)
         self.warm = self._table(records[:1], turns * copies)
 
@@ -190,8 +189,7 @@ class TimedOnGpu:
         self.sizes = {"batch": 1, "seq": gemm.tokens}
         for name in programs:
             self.session.run(name, **self.sizes)
-        once = self._seconds("cold", 1)
-        self.turns = 1 + int(TABLE_SECONDS / (once * self.copies))
+        self.turns = 1 + int(TABLE_SECONDS / (self._seconds("cold", 1) * self.copies))
 
     def _seconds(self, program: str, turns: int) -> float:
         return devices.replay_seconds(self.session, program, turns, **self.sizes)[0] / self.copies
@@ -291,8 +289,7 @@ class InterleavedBaseline:
 
     def __init__(self, baseline: Any, at: int) -> None:
         self.baseline, self.at = baseline, at
-        once = self._seconds("cold", 3)
-        self.calls = 1 + int(TABLE_SECONDS / once)
+        self.calls = 1 + int(TABLE_SECONDS / self._seconds("cold", 3))
 
     def _seconds(self, what: str, calls: int) -> float:
         return median(self.baseline.run(self.at, what, calls=calls, warm_up=1))

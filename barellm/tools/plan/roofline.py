@@ -113,8 +113,7 @@ def name_of(what: str | Mix) -> str:
     """bf16, copy, or a mix as 5 read, 3 written, 0 updated."""
     if isinstance(what, str):
         return what
-    known = {mix: name for name, mix in NAMED.items()}
-    return known.get(what, f"{what[0]} read, {what[1]} written, {what[2]} updated")
+    return {mix: name for name, mix in NAMED.items()}.get(what, f"{what[0]} read, {what[1]} written, {what[2]} updated")
 
 
 def mix_of(op: Op) -> Mix:

@@ -17,8 +17,7 @@ from typing import Any
 def seconds_since_start() -> float | None:
     """Wall time since the process began, to 0.01 s; None where the system does not say."""
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started
     except (OSError, AttributeError, ValueError):
         return None

@@ -42,8 +42,7 @@ def measure(config: Config, *, steps: int | None, folder: Path, device: str = "c
         }  # fmt: skip
         if ranks.count > 1:
             result |= {"ranks": ranks.count, "between_ranks": communication.exposed_seconds(session, of_ops, ranks)}
-        title = "{preset} {batch}x{seq} {dtype} {isa}".format(**result)
-        events = timeline_of(title)
+        events = timeline_of("{preset} {batch}x{seq} {dtype} {isa}".format(**result))
     if ranks.rank:
         return result
     (folder / FILES["profile"]).write_text(json.dumps(result, indent=1) + "\n")
@@ -58,8 +57,7 @@ def _profile_cpu(bench: StepBench, steps: int | None, ranks: Ranks) -> tuple[dic
     the same step."""
     num_steps = first(ranks, steps or pairs_for(bench))
     traces, session = record(bench, num_steps), bench.compiled.session
-    median_index = first(ranks, traces.traced.index(traces.median_step()))
-    step = traces.traced[median_index]
+    step = traces.traced[first(ranks, traces.traced.index(traces.median_step()))]
     threads = account(step)
     facts = {
         "step_s": step.seconds / step.steps,

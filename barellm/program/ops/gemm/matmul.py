@@ -29,8 +29,7 @@ class Matmul(Op):
     def gradient(self, g, y):
         dy = g.cast(y, self.x.dtype)
         if "back" in self.attrs:
-            dx = g.apply(MatmulDx, dy=dy, weight=self.weight).dx
-            g.write(Rescale, {"y": self.x}, x=dx, forward=self.back, backward=1.0)
+            g.write(Rescale, {"y": self.x}, x=g.apply(MatmulDx, dy=dy, weight=self.weight).dx, forward=self.back, backward=1.0)
         else:
             g.write(MatmulDx, {"dx": self.x}, dy=dy, weight=self.weight)
         g.write(MatmulDw, {"dweight": self.weight}, dy=dy, x=self.x)

@@ -23,8 +23,7 @@ class QuantizedMatmul(Op):
         return {"y": ((*x.shape[:-1], N), self.attrs.get("dtype", x.dtype))}
 
     def reference(self, x, codes, scales):
-        w_NK = packed_matrix(codes, scales, scheme(self.weights), self.columns, x.shape[-1])
-        return {"y": x @ w_NK.T}
+        return {"y": x @ packed_matrix(codes, scales, scheme(self.weights), self.columns, x.shape[-1]).T}
 
     def flops(self) -> int:
         return 2 * tokens(self.x) * self.columns * int(self.x.shape[-1])

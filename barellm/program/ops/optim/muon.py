@@ -87,8 +87,7 @@ class MuonMomentum(OfMatrices):
             m = momentum * m + g
             u = momentum * m + g if self.nesterov else m
         squares = u.reshape(self.matrices, -1) ** 2
-        partials = np.add.reduceat(squares, np.arange(0, squares.shape[1], CHUNK), axis=1)
-        return {"m": m, "u": u, "partials": partials.reshape(-1)}
+        return {"m": m, "u": u, "partials": np.add.reduceat(squares, np.arange(0, squares.shape[1], CHUNK), axis=1).reshape(-1)}
 
 
 class MuonNormalize(OfMatrices):
@@ -106,8 +105,7 @@ class MuonNormalize(OfMatrices):
 
     def reference(self, u, partials):
         norms = np.sqrt(partials.reshape(self.matrices, -1).sum(1))
-        x = self.each(u) / (self.margin * norms + self.eps)[:, None, None]
-        return {"x": x.reshape(u.shape)}
+        return {"x": (self.each(u) / (self.margin * norms + self.eps)[:, None, None]).reshape(u.shape)}
 
 
 class Gram(OfMatrices):
@@ -168,8 +166,7 @@ class GramApply(OfMatrices):
 
     def reference(self, x, b):
         each, of_each = self.each(x), self.each(b)
-        product = each @ of_each if self.is_tall(x) else of_each @ each
-        return {"y": self.scale * x + product.reshape(x.shape)}
+        return {"y": self.scale * x + (each @ of_each if self.is_tall(x) else of_each @ each).reshape(x.shape)}
 
     def flops(self) -> int:
         return 2 * self.x.size * int(self.b.shape[1]) + 2 * self.x.size

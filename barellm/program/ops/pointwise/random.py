@@ -61,8 +61,7 @@ def to_columns(first: np.ndarray, second: np.ndarray, columns: int) -> np.ndarra
     """Values made of the first and second words of `calls`, (R, I) each, in the order of the columns: (R, columns), 16 of the
     first, then 16 of the second, and so on."""
     rows = first.shape[0]
-    pairs = np.stack([first.reshape(rows, -1, HALF), second.reshape(rows, -1, HALF)], axis=2)
-    return pairs.reshape(rows, -1)[:, :columns]
+    return np.stack([first.reshape(rows, -1, HALF), second.reshape(rows, -1, HALF)], axis=2).reshape(rows, -1)[:, :columns]
 
 
 def words(seed: int, step: int, sample: int, stream: int, rows: np.ndarray, columns: int) -> np.ndarray:
