@@ -199,14 +199,8 @@ def open_model(
     if exact and device != "cpu":
         raise UserError(f"exact is for the CPU, and the device is {device}")
     train, ranks = config.train, without_peer_access(ranks) if device == "cuda" else ranks
-    options_of_build: dict[str, Any] = {
-        "positions": positions,
-        "rows": rows,
-        "scoring": scoring,
-        "ranks": ranks,
-        "documents": documents,
-    }
-    options_of_build["exact"] = exact
+    options_of_build: dict[str, Any] = {"positions": positions, "rows": rows, "scoring": scoring, "ranks": ranks}
+    options_of_build |= {"documents": documents, "exact": exact}
     programs = build_programs(config, training=training, **options_of_build)
     programs = {name: p for name, p in programs.items() if not only or name in only or (name == "prefill" and "decode" in only)}
     matrices: dict[str, quantized.Matrix] = {}

@@ -70,12 +70,8 @@ def compiled(template: str) -> Any:
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = tojson
-    environment.globals |= {
-        "raise_exception": raise_exception,
-        "strftime_now": lambda how: datetime.now().strftime(how),
-        "dict": Mapping(),
-        "namespace": Public,
-    }
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": lambda how: datetime.now().strftime(how)}
+    environment.globals |= {"dict": Mapping(), "namespace": Public}
     return environment.from_string(template), environment
 
 

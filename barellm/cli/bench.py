@@ -35,7 +35,7 @@ def configure(parser: options.Parser) -> None:
         help="step, ops, attention, gemm: baselines to compare with: all that are installed, torch, llmc=PATH; for gemm torch, or "
         "on a GPU cublaslt",
     )
-    options.add(rare, "--interleave N", "step --baselines, gemm, attention: interleaved rounds (default: 7)", type=int)
+    options.add(rare, "--interleave N", "step --baselines, gemm, attention: interleaved rounds (default: 7)", least=1, type=int)
     options.add(parser, "--out FILE.json", "where the result goes (with --baselines: runs/bench/)")
     options.add(rare, "--publish",
         "put the result among the project's own in benchmarks/results/, by processor, and make the tables again")  # fmt: skip
@@ -146,8 +146,6 @@ def _rounds(args: argparse.Namespace) -> int:
     if args.share is not None and what != "attention":
         raise UserError("--share is for attention")
     rounds = 7 if args.interleave is None else args.interleave
-    if rounds < 1:
-        raise UserError(f"--interleave is {rounds}, expected at least 1")
     if args.peers is not None and what == "ops" and not on_cpu:
         raise UserError(f"--baselines is not for bench ops on {args.device}")
     if args.peers == "cublaslt" and what == "gemm" and on_cpu:

@@ -33,7 +33,7 @@ DIM, PLAIN = "\033[2m", "\033[0m"
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="RUN")
     options.add(parser, "--system TEXT", "the system message (default: the template's own)", type=options.escaped)
-    options.add(parser, "-n --max-new-tokens N", "most tokens of an answer, half the context at most (default: 512)", 512)
+    options.add(parser, "-n --max-new-tokens N", "most tokens of an answer, half the context at most (default: 512)", 512, least=1)
     options.add_context(parser)
     options.add_exact(parser)
     options.add_sampling(parser)
@@ -41,10 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add(parser, "--thinking", "what to do with a model's thinking (default: dim)", "dim", choices=THINKING)
     options.add(parser, "--template NAME", "one of several chat templates that a model has (default: default)")
     options.add(parser, "--no-thinking", "give the template enable_thinking=False, which some obey")
-    options.add_device(parser, "auto, cpu, cuda or reference", "auto")
-    options.add_dtype(parser)
-    options.add_weights(parser)
-    options.add_adapter(parser)
+    options.add_opening(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,8 +49,6 @@ def run(args: argparse.Namespace) -> int:
     from barellm.cli.checkpoints import found
     from barellm.generation.decode import open_decoder
 
-    if args.max_new_tokens < 1:
-        raise UserError(f"--max-new-tokens is {args.max_new_tokens}, expected at least 1")
     checkpoint = found(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights, adapter=args.adapter)
     sampling = options.sampling_of(args, checkpoint.tokenizer)
     context = options.context_of(args.context, checkpoint.config.model.max_seq)

@@ -28,7 +28,7 @@ SEEDS = 5
 def configure(parser: options.Parser) -> None:
     parser.add_argument("--against", nargs="+", default=[], metavar="RUN", help="the second group; the first is RUN ...")
     options.add(parser, "--roundings LIST", f"train PRESET with other roundings: {', '.join(ROUNDINGS)}, with commas between them")
-    options.add(parser, "--seeds N", f"with --roundings: seeds of each group (default: {SEEDS})", SEEDS)
+    options.add(parser, "--seeds N", f"with --roundings: seeds of each group (default: {SEEDS})", SEEDS, least=3)
     options.add(parser, "--out DIR", "with --roundings: folder of the runs (default: runs/compare-PRESET)")
     options.add(parser, "--json", "print one JSON object")
     options.add_device(parser, "auto, cpu, cuda or reference", "auto")
@@ -44,8 +44,6 @@ def run(args: argparse.Namespace) -> int:
     """Find or train the groups, test the first beside each other one, and print the tables and verdicts."""
     from barellm.training import comparison
 
-    if args.seeds < 3:
-        raise UserError(f"--seeds is {args.seeds}, expected at least 3")
     groups = _found(args) if args.roundings is None else _trained(args)
     counts: set[int] = set()
     (first, a), *others = [(name, _measured(runs, counts)) for name, runs in groups.items()]

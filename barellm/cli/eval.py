@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from barellm.cli.parsing.options import add, add_adapter, add_context, add_device, add_dtype, add_weights, context_of
+from barellm.cli.parsing.options import add, add_checkpoint, add_context, add_opening, context_of
 from barellm.data.cache import new_file
 from barellm.errors import UserError
 from barellm.training.console import Console, show
@@ -21,24 +21,19 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a checkpoint's folder, or a run's, whose newest complete one is taken"
-    )
+    add_checkpoint(parser)
     add(parser, "--data SOURCE", "another dataset, of which the validation split is used (default: the run's own)")
     add(parser, "--split", "the validation split, or all of the text (default: val)", "val", choices=("val", "all"))
     parser.add_argument("--whole", action="store_const", const="all", dest="split", help=argparse.SUPPRESS)  # its old name
-    add(parser, "--tokens N", "evaluate on about N tokens, evenly spread (default: all)", 0)
+    add(parser, "--tokens N", "evaluate on about N tokens, evenly spread (default: all)", 0, least=0)
     add(parser, "--first N",
-        "evaluate on the first N tokens, each a target once, as a record of modded-nanogpt does with 10485760", 0)  # fmt: skip
+        "evaluate on the first N tokens, each a target once, as a record of modded-nanogpt does with 10485760", 0, 0)  # fmt: skip
     add(parser, "--hellaswag FILE", "choose HellaSwag's endings instead: the public hellaswag_val.jsonl, or llm.c's .bin")
-    add(parser, "--limit N", "only its first N examples (default: all)", 0)
+    add(parser, "--limit N", "only its first N examples (default: all)", 0, least=0)
     add(parser, "--per-document FILE",
         "write a JSON object for each document of the text, or each example of HellaSwag, to a new file")  # fmt: skip
-    add(parser, "--batch N", "batch size (default: 8); of rows of train.eval_seq as many tokens, at least a row", 8)
-    add_device(parser, "auto, cpu, cuda or reference", "auto")
-    add_dtype(parser)
-    add_weights(parser)
-    add_adapter(parser)
+    add(parser, "--batch N", "batch size (default: 8); of rows of train.eval_seq as many tokens, at least a row", 8, least=1)
+    add_opening(parser)
     add_context(parser)
     add(parser, "--json", "print one JSON object")
 
@@ -47,9 +42,6 @@ def run(args: argparse.Namespace) -> int:
     """Check the options and run the evaluation that they choose."""
     from barellm.cli.checkpoints import found
 
-    for name, minimum in (("tokens", 0), ("first", 0), ("batch", 1), ("limit", 0)):
-        if getattr(args, name) < minimum:
-            raise UserError(f"--{name} is {getattr(args, name)}, expected at least {minimum}")
     if args.hellaswag is not None and (args.data is not None or args.split == "all" or args.tokens or args.first):
         raise UserError("--hellaswag has its own text: leave out --data, --split, --tokens and --first")
     if args.tokens and args.first:
@@ -112,9 +104,8 @@ def _hellaswag(args: argparse.Namespace, checkpoint: Found) -> int:
     out = _new_file(args.per_document)
     config, path = checkpoint.config, Path(args.hellaswag)
     task = hellaswag.HellaSwag(hellaswag.read(path, checkpoint.tokenizer, limit=args.limit))
-    batch, seq = shape_for(
-        task.texts, tokens=args.batch * config.train.seq, most_seq=context_of(args.context, config.model.max_seq)
-    )
+    context = context_of(args.context, config.model.max_seq)
+    batch, seq = shape_for(task.texts, tokens=args.batch * config.train.seq, most_seq=context)
     with checkpoint.opened(positions=0, scoring=(batch, seq)) as compiled:
         console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
         result = task.run(Scorer(compiled.session, batch=batch, seq=seq), report=console.evaluating(len(task.texts)))

@@ -2,11 +2,11 @@
 
 import argparse
 
-from barellm.cli.parsing.options import add, dtype
+from barellm.cli.parsing.options import add, add_checkpoint, dtype
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a step folder, or a run's folder (its newest complete one)")
+    add_checkpoint(parser)
     add(parser, "--format NAME",
         "huggingface (hf), gguf (llama.cpp's), peft (an adapter alone), llmc, llmc-checkpoint (with AdamW's moments), or "
         "llmc-tokenizer (no weights)", required=True)  # fmt: skip

@@ -42,12 +42,11 @@ def run(args: argparse.Namespace) -> int:
     saved = imported.save(weights, Path(args.out), config=config, state=state)
     model, tokenizer = weights.model, weights.tokenizer
     count = sum(t.trained for t in weights.tensors.values())
-    tokenizer_text = (
-        f"tokenizer {tokenizer.name}" if tokenizer else "no tokenizer: it trains on shards of its ids; --tokenizer names one"
-    )
+    without = "no tokenizer: it trains on shards of its ids; --tokenizer names one"
     family, architecture = huggingface.hugging_face(model).model_type, models.name_of(model)
     family += "" if family == architecture else f" (architecture {architecture})"
-    show(f"{saved}: {family}, {count:,} parameters, {model.max_seq} positions, {tokenizer_text}")
+    named = f"tokenizer {tokenizer.name}" if tokenizer else without
+    show(f"{saved}: {family}, {count:,} parameters, {model.max_seq} positions, {named}")
     if tokenizer and (missing := tokenizer.vocab_size - model.vocab_size):
         what = "an id without a row is refused in a text" if missing > 0 else "a row without an id is never sampled"
         show(f"the model has {model.vocab_size:,} rows, the tokenizer {tokenizer.vocab_size:,} ids: {what}")

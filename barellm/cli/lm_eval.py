@@ -36,7 +36,8 @@ class Barellm(TemplateLM):
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise UserError(f"batch_size is {batch_size!r}, expected a number from 1 on")
         self.batch_size, self.max_gen_toks, self.seed = int(batch_size), int(max_gen_toks), int(seed)
-        self.checkpoint: Found = found(run, device=_device(device), dtype=dtype, weights=weights)
+        chosen = "auto" if device in (None, "cuda:0") else device  # the harness says cuda:0 where its user says nothing
+        self.checkpoint: Found = found(run, device=chosen, dtype=dtype, weights=weights)
         self.vocabulary = self.checkpoint.tokenizer
         self.max_length = self.checkpoint.config.model.max_seq
         self._chats = False
@@ -151,11 +152,6 @@ class Barellm(TemplateLM):
                     pass
                 answers += [text.text for text in texts]
         return answers
-
-
-def _device(requested: str | None) -> str:
-    """The harness says cuda:0 where its user says nothing."""
-    return "auto" if requested in (None, "cuda:0") else requested
 
 
 def main() -> int:

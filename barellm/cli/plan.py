@@ -34,7 +34,7 @@ def configure(parser: options.Parser) -> None:
     )  # fmt: skip
     options.add(rare, "--compile",
         "with --device cuda: compile the GEMM kernels, to know their occupancy (blocks per multiprocessor)")  # fmt: skip
-    options.add(parser, "--ranks N", "plan one of N processes that train together (docs/ranks.md)", type=int)
+    options.add(parser, "--ranks N", "plan one of N processes that train together (docs/ranks.md)", least=1, type=int)
     options.add(rare, "--interconnect NAME",
         "with --ranks: scaling model of a step over this interconnect: memory, 1gbit, 1gbit-1ms, 10gbit, 100gbit, ib400, "
         "nvlink4 (docs/scale.md)")  # fmt: skip
@@ -80,10 +80,8 @@ def run(args: argparse.Namespace) -> int:
     tilings, lines = _gemms(args, built, numbers["step"], config) if args.device == "cuda" else ([], [])
     numbers |= {"gemms": tilings} if tilings else {}
     if args.json:
-        extra = ({"map": plan.memory_map(built)} if args.map else {}) | (
-            {"optimizers": plan.optimizers(built, config)} if args.optim else {}
-        )
-        print(json.dumps(numbers | extra))
+        numbers |= {"map": plan.memory_map(built)} if args.map else {}
+        print(json.dumps(numbers | ({"optimizers": plan.optimizers(built, config)} if args.optim else {})))
         return 0
     show("\n".join(_tables(numbers) + lines))
     if args.optim:
@@ -99,8 +97,6 @@ def _ranks(args: argparse.Namespace, config: Config) -> Ranks:
 
     if args.ranks is None:
         return ALONE
-    if args.ranks < 1:
-        raise UserError(f"--ranks is {args.ranks}, expected at least 1")
     ranks = Planned(0, args.ranks)
     agreement.check(config, device=args.device, ranks=ranks)
     return ranks
@@ -110,7 +106,7 @@ def _scale(args: argparse.Namespace, config: Config, ceiling: Ceiling | None) ->
     """Print the scaling model's prediction. Without --measure or --card the roofline is an H100's."""
     from barellm.tools.plan import devices, scale
 
-    if args.ranks is None or args.ranks < 1:
+    if args.ranks is None:
         raise UserError(f"--interconnect is {args.interconnect}, expected --ranks too, at least 1")
     if not 0 < args.mfu <= 1:
         raise UserError(f"--mfu is {args.mfu:g}, expected more than 0 and at most 1")

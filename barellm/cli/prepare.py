@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(parser, "--format NAME",
         "of standard input and files whose names do not say: text, jsonl, json, csv, tsv or parquet (default: text)")  # fmt: skip
     add(parser, "--val-fraction F", "last share of the characters, for validation (default: 0.1)", type=float)
-    add(parser, "--val-tokens N", "instead: the first N tokens are for validation, as in llm.c", 0)
+    add(parser, "--val-tokens N", "instead: the first N tokens are for validation, as in llm.c", 0, least=0)
     add(parser, "--shard-tokens N", "tokens in a shard (default: 100000000)", 100_000_000)
     add(parser, "--json", "print one JSON object instead of lines")
 
@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
             if "-" in args.source:
                 console.line("reading standard input")
             sources = [_path_of(name, work) for name in args.source]
-            corpus = find_text(sources, fraction, layout=layout, report=console.line, reported=console.looking())
+            looking = console.megabytes("looking through the text")
+            corpus = find_text(sources, fraction, layout=layout, report=console.line, reported=looking)
         tokenizer = corpus_tokenizer(corpus, args.tokenizer, bpe_vocab=args.vocab, report=console.line)
         job = Job(corpus, tokenizer, work.out.name, shard_tokens=args.shard_tokens, val_tokens=val_tokens)
         manifest = work.finished(job)
@@ -94,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
             console.line(f"{doing} {corpus.name} ({tokenizer.name}, {tokenizer.vocab_size} ids)")
             tokenizer.encode("a")  # GPT-2's vocabulary may not be here: an error before anything is written
             try:
-                manifest = work.fill(job, progress=console.tokenizing())
+                manifest = work.fill(job, progress=console.megabytes("tokenizing"))
             except KeyboardInterrupt:
                 console.line(f"stopped; the same command resumes from {work.folder}")
                 raise
@@ -206,8 +207,6 @@ def _checked(args: argparse.Namespace) -> tuple[float, Layout, bool]:
     check_kind(args.tokenizer)
     if args.val_tokens and args.val_fraction is not None:
         raise UserError("--val-tokens and --val-fraction exclude each other: pass one of them")
-    if args.val_tokens < 0:
-        raise UserError(f"--val-tokens is {args.val_tokens}, expected at least 0")
     fraction = 0.1 if args.val_fraction is None else args.val_fraction
     DataConfig(val_fraction=fraction)  # refuses what is no share
     if not 1 <= args.shard_tokens < 1 << 31:

@@ -43,11 +43,8 @@ def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
     agreement.check(config, device=args.device, ranks=ranks)
     config = resolved(only_stage(config, args.stage), args.device)
     train = config.train
-    ranks_suffix = f"-{ranks.count}-ranks" * (ranks.count > 1)
-    gpu_suffix = "-cuda" * (args.device == "cuda")
-    out = Path(
-        args.out or f"runs/profile-{config.preset}-{train.micro_batch_size}x{train.seq}-{train.dtype}{gpu_suffix}{ranks_suffix}"
-    )
+    suffix = "-cuda" * (args.device == "cuda") + f"-{ranks.count}-ranks" * (ranks.count > 1)
+    out = Path(args.out or f"runs/profile-{config.preset}-{train.micro_batch_size}x{train.seq}-{train.dtype}{suffix}")
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file, expected a folder")
     made_folder = ranks.rank == 0 and not out.exists()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from barellm.cli.parsing.options import add, add_device
+from barellm.cli.parsing.options import add, add_checkpoint, add_device
 from barellm.errors import UserError
 from barellm.training.console import Console, show
 
@@ -25,14 +25,12 @@ FORMATS = "int8, int4 or nf4; int4/128 sets the group size"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a checkpoint's folder, or a run's, whose newest complete one is taken"
-    )
+    add_checkpoint(parser)
     add(parser, "--weights FORMAT", FORMATS, required=True)
     add(parser, "--out DIR", "folder for the checkpoint, new or empty", required=True)
     add(parser, "--data SOURCE", "a text, or shards, to calibrate with (default: what the run was trained on)")
-    add(parser, "--tokens N", "calibrate on about N tokens, evenly spread; 0: round to nearest (default: 32768)", 32768)
-    add(parser, "--batch N", "batch size (default: 8)", 8)
+    add(parser, "--tokens N", "calibrate on about N tokens, evenly spread; 0: round to nearest (default: 32768)", 32768, least=0)
+    add(parser, "--batch N", "batch size (default: 8)", 8, least=1)
     add_device(parser, "cpu, cuda or reference")
 
 
@@ -49,9 +47,6 @@ def run(args: argparse.Namespace) -> int:
     from barellm.interop.sources import is_checkpoint
     from barellm.program.quantization import scheme
 
-    for name, minimum in (("tokens", 0), ("batch", 1)):
-        if getattr(args, name) < minimum:
-            raise UserError(f"--{name} is {getattr(args, name)}, expected at least {minimum}")
     if args.data is not None and not args.tokens:
         raise UserError("--data is a text to calibrate with, and with --tokens 0 nothing is: leave one of them out")
     scheme(args.weights)

@@ -37,17 +37,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add(parser, "--interactive", "read prompts from the terminal, one after another")
     options.add_context(parser)
     options.add_exact(parser)
-    options.add(parser, "--samples N", "samples of each prompt (default: 1)", 1)
-    options.add(parser, "--batch N", "batch size of the generation, up to 64 (default: 16)", 16)
-    options.add(parser, "-n --max-new-tokens N", "most tokens that are generated for each text (default: 256)", 256)
+    options.add(parser, "--samples N", "samples of each prompt (default: 1)", 1, least=1)
+    options.add(parser, "--batch N", "batch size of the generation, up to 64 (default: 16)", 16, least=1)
+    options.add(parser, "-n --max-new-tokens N", "most tokens that are generated for each text (default: 256)", 256, least=1)
     said = rf"end before this text; may be given several times; {options.ESCAPES}"
     parser.add_argument("--stop", action="append", default=[], help=said, **text)
     options.add_sampling(parser)
     options.add(parser, "--seed N", "the same seed gives the same text (default: 1337)", 1337)
-    options.add_device(parser, "auto, cpu, cuda or reference", "auto")
-    options.add_dtype(parser)
-    options.add_weights(parser)
-    options.add_adapter(parser)
+    options.add_opening(parser)
     options.add(parser, "--measure", "print tokens/s to stderr, and the roofline of this machine's memory bandwidth")
     options.add(parser, "--json", "print one line with a JSON object for each text")
 
@@ -57,9 +54,6 @@ def run(args: argparse.Namespace) -> int:
     from barellm.cli.checkpoints import found_or_fresh
     from barellm.generation import decode, writing
 
-    for name in ("max_new_tokens", "samples", "batch"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected at least 1")
     if sum((args.prompt is not None, args.prompts is not None, args.prompt_ids is not None, args.interactive)) > 1:
         raise UserError("--prompt, --prompts, --prompt-ids and --interactive all say what texts begin with: choose one")
     if args.batch > decode.MOST_TOGETHER:

@@ -43,9 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     ):
         help.Rare(parser).add_argument(name, action="append", default=[], metavar=metavar, help=said)
     for name, default, said in (("--timeout", 600.0, "an answer may take"), ("--grace", 30.0, "answers have when it is stopped")):
-        help.Rare(parser).add_argument(
-            name, type=float, default=default, metavar="S", help=f"seconds that {said} (default: {default:g})"
-        )
+        options.add(help.Rare(parser), f"{name} S", f"seconds that {said} (default: {default:g})", default)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -60,36 +60,26 @@ class OptimConfig(Section, section="optim"):
     (optim/muon.py) at the rate `muon_lr`, and all other parameters by AdamW at `lr`. Their ratio holds in every step, and where
     `overrides.changed` is given another `lr` alone."""
 
-    name: str = one_of(
-        OPTIMIZERS,
-        "adamw",
+    name: str = one_of(OPTIMIZERS, "adamw",
         "adamw, muon or speedrun; muon: Muon for matrices of blocks, AdamW for the rest; speedrun: NorMuon and Adam as "
-        "modded-nanogpt has them",
-    )
+        "modded-nanogpt has them")  # fmt: skip
     lr: float = at_least(0, 6e-4, "highest learning rate; after the warmup; with muon that of AdamW, and muon_lr follows it")
     min_lr: float = at_least(0, 6e-5, "learning rate at the last step, to which all schedules but constant decay")
     warmup: int = at_least(0, 0, "steps of linear warmup")
-    schedule: str = one_of(
-        SCHEDULES, "cosine", "cosine, linear, constant or wsd; of the learning rate, after the warmup; wsd: warmup-stable-decay"
-    )
+    schedule: str = one_of(SCHEDULES, "cosine",
+        "cosine, linear, constant or wsd; of the learning rate, after the warmup; wsd: warmup-stable-decay")  # fmt: skip
     decay_fraction: float = between(0, 1, 0.2, "of wsd: share of all steps, the last ones, over which the rate decays")
     beta1: float = below_one(0.9, "decay rate of AdamW's first moment")
     beta2: float = below_one(0.95, "decay rate of AdamW's second moment")
     eps: float = at_least(0, 1e-8, "AdamW's epsilon, added to the root of the second moment")
     weight_decay: float = at_least(0, 0.1, "weight decay of matrices; embeddings included")
     clip: float = at_least(0, 1.0, "gradient clipping: gradients of a larger norm are scaled down to it; 0: none")
-    skip_loss_z: float = at_least(
-        0, 0.0, "loss-spike skipping: skip a step whose loss has a z-score above this over the last 128 steps; 0: none"
-    )
+    skip_loss_z: float = at_least(0, 0.0, "loss-spike skipping: above this z-score of the loss over the last 128 steps; 0: none")
     skip_norm_z: float = at_least(0, 0.0, "the same for the gradient norm")
-    moments: str = one_of(
-        MOMENTS,
-        "fp32",
-        "optimizer state dtype: AdamW's moments of matrices as fp32, 16bit (round to nearest) or 16bit-stochastic (rounding)",
-    )
-    muon_lr: float = at_least(
-        0, 0.02, "of muon: highest learning rate of matrices of blocks (default: lr times the muon_lr_ratio of PRESET)"
-    )
+    moments: str = one_of(MOMENTS, "fp32",
+        "optimizer state dtype: AdamW's moments of matrices as fp32, 16bit (round to nearest) or "
+        "16bit-stochastic (rounding)")  # fmt: skip
+    muon_lr: float = at_least(0, 0.02, "of muon: peak learning rate of blocks' matrices (default: lr times PRESET's muon_lr_ratio)")
     muon_lr_ratio: float = at_least(0, 0.0, "of muon: muon_lr / lr, another way to give muon_lr", init=False)
     powersgd: int = at_least(
         0, 0, "PowerSGD: ranks exchange each matrix's gradient as two factors of this rank (docs/ranks.md); 0: the gradient itself"
@@ -101,17 +91,12 @@ class OptimConfig(Section, section="optim"):
     momentum_start: float = below_one(0.85, "of muon: momentum of the first step, where momentum_warmup is not 0")
     momentum_warmup: int = at_least(0, 0, "of muon: steps in which the momentum rises")
     momentum_cooldown: int = at_least(0, 0, "of muon: last steps, in which the momentum falls back to momentum_start")
-    orthogonalization: str = one_of(
-        ORTHOGONALIZATIONS,
-        "polar-express",
-        "of muon: coefficients of the Newton-Schulz iteration that orthogonalizes the update: polar-express or jordan",
-    )
+    orthogonalization: str = one_of(ORTHOGONALIZATIONS, "polar-express",
+        "of muon: coefficients of the Newton-Schulz iteration that orthogonalizes the update: polar-express or jordan")  # fmt: skip
     ns_steps: int = between(1, MOST_NS_STEPS, MOST_NS_STEPS, "of muon: Newton-Schulz steps, at most 5; fewer are faster")
-    step_scale: str = one_of(
-        STEP_SCALES,
-        "jordan",
-        "of muon: jordan (shape-scaled learning rate: sqrt(rows / cols), at least 1) or moonshot (RMS matching AdamW's)",
-    )
+    step_scale: str = one_of(STEP_SCALES, "jordan",
+        "of muon: jordan (shape-scaled learning rate: sqrt(rows / cols), at least 1) or moonshot (RMS "
+        "matching AdamW's)")  # fmt: skip
     cautious: bool = value(False, "of muon: weight decay only where the step makes a weight smaller too")
     normuon: float = below_one(0.0, "of muon: decay rate of NorMuon's mean square of rows; 0: plain Muon")
 
@@ -148,30 +133,19 @@ class DataConfig(Section, section="data"):
     independently, as nanoGPT does. "documents" fills each row with whole documents, in their order, as modded-nanogpt does.
     "sequential" goes through the text from its beginning, as build-nanogpt does; "llmc" shuffles as llm.c does."""
 
-    source: str = value(
-        "stdlib", "text file, folder, shards or stdlib; also a pattern (docs/data.md); stdlib: the source of Python's library"
-    )
+    source: str = value("stdlib", "text file, folder, shards or stdlib; also a pattern (docs/data.md); stdlib: Python's library")
     tokenizer: str = value("bpe", "bytes, chars, bpe, gpt2, or a folder; one with tokenizer.json")
     bpe_vocab: int = value(2048, "vocabulary size where a BPE is trained on the text")
-    val_fraction: float = inside_one(
-        0.1, "share of the text, taken from its end, for validation (shards named train and val have their own)"
-    )
-    order: str = one_of(
-        ORDERS,
-        "epoch",
+    val_fraction: float = inside_one(0.1, "share of the text, at its end, for validation (shards named train and val have theirs)")
+    order: str = one_of(ORDERS, "epoch",
         "epoch: shuffled windows, each once an epoch; random: windows drawn with replacement; documents: document-aligned packing; "
-        "sequential: from the beginning to the end; llmc: llm.c's own shuffle",
-    )
-    document_mask: str = one_of(
-        MASKS,
-        "auto",
-        "attention inside documents alone, whose positions begin at 0 (intra-document masking); auto: of examples, not of texts",
-    )
-    span_shards: bool = value(
-        True,
+        "sequential: from the beginning to the end; llmc: llm.c's own shuffle")  # fmt: skip
+    document_mask: str = one_of(MASKS, "auto",
+        "attention inside documents alone, whose positions begin at 0 (intra-document masking); auto: of "
+        "examples, not of texts")  # fmt: skip
+    span_shards: bool = value(True,
         "of the order documents: a row continues in the next shard; false: the rest of a shard that fills no row is dropped, "
-        "as modded-nanogpt does",
-    )
+        "as modded-nanogpt does")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -181,65 +155,43 @@ class TrainConfig(Section, section="train"):
     micro_batch_size: int = at_least(1, 8, "sequences in a micro-batch; of all ranks together")
     seq: int = at_least(1, 256, "sequence length; tokens in a sequence")
     gradient_accumulation_steps: int = at_least(1, 1, "micro-batches in an optimizer step")
-    batch_rampup_from: int = at_least(
-        0, 0, "batch-size warmup: micro-batches in the first step, which rise to train.gradient_accumulation_steps; 0: none"
-    )
+    batch_rampup_from: int = at_least(0, 0,
+        "batch-size warmup: micro-batches in the first step, which rise to train.gradient_accumulation_steps; 0: none")  # fmt: skip
     batch_rampup_tokens: int = at_least(0, 0, "batch-size warmup: tokens over which the number of micro-batches rises linearly")
-    steps: int = at_least(
-        0, 1000, "optimizer steps; 0: as many as fit into train.minutes. For bench and profile: how many are timed"
-    )
+    steps: int = at_least(0, 1000, "optimizer steps; 0: as many as fit into train.minutes. For bench, profile: how many are timed")
     epochs: float = at_least(0, 0.0, "passes over the training tokens; in the place of train.steps; 0: train.steps")
-    minutes: float = at_least(
-        0, 0.0, "time limit; as many steps as fit, at most train.steps; 0: none. For tune: nothing new is tried after it"
-    )
-    overfit: int = at_least(
-        0, 0, "train on the first N micro-batches again and again, to see that the loss goes to 0; 0: on all of the text"
-    )
+    minutes: float = at_least(0, 0.0,
+        "time limit; steps that fit, at most train.steps; 0: none. For tune: nothing new is tried after it")  # fmt: skip
+    overfit: int = at_least(0, 0, "train on the first N micro-batches again and again, to see the loss go to 0; 0: on all the text")
     eval_every: int = at_least(0, 100, "steps between evaluations; 0: only one at the end")
     eval_tokens: int = at_least(0, 65536, "tokens in an evaluation, of the validation text as train.eval_from says; 0: all of it")
-    eval_from: str = one_of(
-        EVALUATED,
-        "spread",
+    eval_from: str = one_of(EVALUATED, "spread",
         "spread: an evaluation's windows are spread evenly over the validation text, and the last one has more of them; first: "
-        "each evaluation, the last one too, is of the first train.eval_tokens",
-    )
+        "each evaluation, the last one too, is of the first train.eval_tokens")  # fmt: skip
     eval_seq: int = at_least(0, 0, "tokens in a row of an evaluation; 0: train.seq")
     sample_every: int = at_least(0, 0, "steps between samples; 0: only at the end")
-    exponent_stats: int = at_least(
-        0,
-        0,
-        "steps between exponent histograms (dynamic range) of activations, gradients and weights (exponent_stats.jsonl); 0: none",
-    )
-    early_stopping: int = at_least(
-        0, 0, "early stopping; evaluations without a lower validation loss after which the run ends; 0: none"
-    )
-    keep_best: bool = value(
-        False, "keep the best checkpoint; that of the lowest validation loss on the way, in the folder best of the run"
-    )
+    exponent_stats: int = at_least(0, 0,
+        "steps between exponent histograms (dynamic range) of activations, gradients and weights "
+        "(exponent_stats.jsonl); 0: none")  # fmt: skip
+    early_stopping: int = at_least(0, 0, "early stopping; ends after so many evaluations without a lower validation loss; 0: none")
+    keep_best: bool = value(False, "keep the best checkpoint; that of the lowest validation loss, in the run's folder best")
     hellaswag: str = value("", "a file of HellaSwag (the public jsonl, or llm.c's .bin) on which the model is tried; empty: none")
     hellaswag_every: int = at_least(0, 250, "steps between evaluations on train.hellaswag; 0: only one at the end")
     checkpoint_every: int = at_least(0, 0, "steps between checkpoints; 0: only at the end, or when stopped")
     save_total_limit: int = at_least(1, 2, "how many of the newest checkpoints are kept, besides train.keep_every's")
     keep_every: int = at_least(0, 0, "steps between permanent checkpoints, which are never deleted; 0: none")
-    signal_grace_period: float = at_least(
-        0,
-        0.0,
-        "preemption: seconds after SIGTERM in which the run saves and ends, even inside a step; 0: it ends its micro-batch first",
-    )
+    signal_grace_period: float = at_least(0, 0.0,
+        "preemption: seconds after SIGTERM in which the run saves and ends, even inside a step; 0: it ends "
+        "its micro-batch first")  # fmt: skip
     seed: int = between(0, (1 << 32) - 1, 1337, "random seed; of weights, order of the data, dropout and samples")  # 32-bit words
     track: str = some_of(TRACKERS, "loggers: tensorboard, wandb, trackio, with commas between them")
-    init_from: str = value(
-        "",
-        "weights to start from; with their sizes: a run, a checkpoint, a Hugging Face folder, hf:OWNER/NAME, a GGUF or llm.c file",
-    )
-    dtype: str = one_of(
-        ("auto", "fp32", "bf16", "fp16"),
-        "auto",
-        "auto, fp32, bf16 or fp16; auto: bf16 where the machine has instructions for it; fp16: with a dynamic loss scale",
-    )
-    recompute: bool = value(
-        False, "activation (gradient) checkpointing; recompute activations in the backward pass: less memory, more work"
-    )
+    init_from: str = value("",
+        "weights to start from; with their sizes: a run, a checkpoint, a Hugging Face folder, "
+        "hf:OWNER/NAME, a GGUF or llm.c file")  # fmt: skip
+    dtype: str = one_of(("auto", "fp32", "bf16", "fp16"), "auto",
+        "auto, fp32, bf16 or fp16; auto: bf16 where the machine has instructions for it; fp16: with a "
+        "dynamic loss scale")  # fmt: skip
+    recompute: bool = value(False, "activation (gradient) checkpointing; recomputed in the backward pass: less memory, more work")
     gemm_backend: str = one_of(GEMM_BACKENDS, "barellm", "matmuls on a GPU: barellm's own, those in triton alone, or cublaslt")
     tf32: bool = value(False, "on a GPU: fp32 matmuls in TF32 on tensor cores, with 10 bits of mantissa")
 

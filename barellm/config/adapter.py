@@ -38,9 +38,7 @@ class AdapterConfig(Section, section="adapter"):
     alpha: float = above(0, 8.0, "of LoRA: what it adds is times alpha / rank")
     rslora: bool = value(False, "rank-stabilized LoRA: times alpha / sqrt(rank) instead")
     dropout: float = below_one(0.0, "of LoRA: dropout rate of what adapters read, in training")
-    targets: str = value(
-        "", "modules with adapters, by Hugging Face's names with commas between, as q_proj,v_proj, or all-linear (default: PEFT's)"
-    )
+    targets: str = value("", "modules with adapters, by Hugging Face's names, as q_proj,v_proj, or all-linear (default: PEFT's)")
     base: str = value("auto", "format of frozen matrices: auto (bf16 in bf16), fp32, bf16, int8, int4 or nf4 (QLoRA)", check=_base)
     train_only: str = value("", "train only parameters with these names, in full; patterns as h.1.*, with | between them")
 

@@ -119,17 +119,7 @@ def constant_names(emit: Emit) -> tuple[str, ...]:
 
 
 REGISTRY: Registry[Lowering] = Registry("cpu", floats=("fp32", "bf16", "fp16"), replaced=sources.forget)
-
-
-def lowering(*op_names: str, **takes: Any) -> Callable[[Callable[[Op, Lowering], None]], Callable[[Op, Lowering], None]]:
-    """Register how ops become calls, where one kernel call is not enough. `takes`: as `Registry.add` has it."""
-
-    def register(lower: Callable[[Op, Lowering], None]) -> Callable[[Op, Lowering], None]:
-        for name in op_names:
-            REGISTRY.add(name, lambda c: lower(c.op, c), **takes)
-        return lower
-
-    return register
+lowering = REGISTRY.lowering  # of ops for which one kernel call is not enough
 
 
 def kernel(op_name: str, *, constants: Callable[[Any], dict[str, Any]] = lambda op: {}, **takes: Any) -> Callable[[Emit], Emit]:

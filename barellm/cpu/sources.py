@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from barellm.runtime import artefacts
 
@@ -58,10 +57,6 @@ def _file_digest(path: Path) -> bytes:
     return h.digest()
 
 
-def _plain(value: Any) -> bool:
-    return not callable(value) and not hasattr(value, "__file__")
-
-
 @cache
 def files(*modules: str) -> tuple[Path, ...]:
     """The source files of these modules and of all that they import from barellm, directly or not, without those in BEFORE."""
@@ -80,7 +75,8 @@ def _values(paths: Iterable[Path]) -> list[tuple[str, str, str]]:
     """Plain values that these files take from modules that run before."""
     names = {link for path in paths for link in _imports(path) if link[0] in BEFORE and link[1]}
     values = {link: getattr(import_module(link[0]), link[1]) for link in names}
-    return sorted((*link, repr(value)) for link, value in values.items() if _plain(value))
+    plain = {link: value for link, value in values.items() if not callable(value) and not hasattr(value, "__file__")}
+    return sorted((*link, repr(value)) for link, value in plain.items())
 
 
 @cache

@@ -78,11 +78,6 @@ class Code:
         return offsets
 
     @property
-    def param_bytes(self) -> int:
-        """The size of the block of parameters."""
-        return self.offsets[-1] + self.params[-1][0]
-
-    @property
     def registers(self) -> int:
         """Registers of a thread: the attribute EIATTR_REGCOUNT in the ELF section .nv.info."""
         (table,) = struct.unpack_from("<Q", self.cubin, E_SHOFF)

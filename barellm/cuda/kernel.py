@@ -370,19 +370,7 @@ class Lowering:
 
 
 REGISTRY: Registry[Lowering] = Registry("cuda", floats=("fp32", "bf16", "fp16"))
-
-
-def lowering(*op_names: str, **takes: Any) -> Callable[[Callable[[Any, Lowering], None]], Callable[[Any, Lowering], None]]:
-    """Register a function as the lowering of the ops named. `takes`: which dtypes and modes of operands it takes (Registry.add)."""
-
-    def register(lower: Callable[[Any, Lowering], None]) -> Callable[[Any, Lowering], None]:
-        for name in op_names:
-            REGISTRY.add(name, lambda c: lower(c.op, c), **takes)
-        return lower
-
-    return register
-
-
+lowering = REGISTRY.lowering
 MODES = {name: i for i, name in enumerate(registry.MODES)}
 
 

@@ -67,10 +67,8 @@ def _text(where: str, record: Any, field: str) -> str:
         if isinstance(record, dict):
             fields = ", ".join(map(str, record))
             nested = [key for key, value in record.items() if isinstance(value, list) and value]
-            hint = preferences(record) or (
-                f"; only a list that is the whole file holds records, not {nested[0]!r}" if nested else ""
-            )
-            hint = hint or (f"; expected text, or {EXAMPLES}" if field == "text" else "")
+            hint = f"; only a list that is the whole file holds records, not {nested[0]!r}" if nested else ""
+            hint = preferences(record) or hint or (f"; expected text, or {EXAMPLES}" if field == "text" else "")
         raise UserError(f"{where} has no text in a field {field!r}, it has: {fields}{hint}")
     need_characters(text, where)
     return text

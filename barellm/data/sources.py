@@ -86,9 +86,8 @@ class Dataset:
         if self.text_bytes is None:
             return None
         if self.examples is None:
-            decoded_bytes = sum(
-                int(lengths[self.val.array(at, min(at + BLOCK, len(self.val)))].sum()) for at in range(0, len(self.val), BLOCK)
-            )
+            ends = ((at, min(at + BLOCK, len(self.val))) for at in range(0, len(self.val), BLOCK))
+            decoded_bytes = sum(int(lengths[self.val.array(*part)].sum()) for part in ends)
         else:
             decoded_bytes = int(lengths[self.examples[1].tokens[self.examples[1].answer]].sum())
         return lengths * (self.text_bytes[1] / max(1, decoded_bytes))

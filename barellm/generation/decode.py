@@ -66,13 +66,10 @@ class Decoder:
         rows = [Row(i, list(prompt), how) for i, (prompt, how) in enumerate(zip(prompts, hows, strict=True))]
         while rows := [row for row in rows if row.drawn < count and row.number not in ended]:
             if self.whole:
-                yield from self._without_cache(rows)
+                for row in rows:
+                    yield self._draw(row, self._logits([kept(row.text, self.max_seq)], pos=0)[0])
             else:
                 yield from self._until_full(rows, count, ended)
-
-    def _without_cache(self, rows: Sequence[Row]) -> Iterator[tuple[int, int]]:
-        for row in rows:
-            yield self._draw(row, self._logits([kept(row.text, self.max_seq)], pos=0)[0])
 
     def _until_full(self, rows: list[Row], count: int, ended: Container[int]) -> Iterator[tuple[int, int]]:
         """Generate until the cache is full. Prompts have different lengths: rows are sorted by length, a batch of the first

@@ -147,14 +147,8 @@ def _tensor(package: Any, head: Header, name: str) -> Quantized:
             f"{head.path}: {name} is {shape} at byte {begin}, which is not within the file of {len(head.content):,} bytes"
         )
     raw = head.content[begin : begin + nbytes]
-    rows = (
-        raw.reshape(prod(shape[:-1]), -1)
-        if shape[1:]
-        else raw.reshape(-1, block_bytes)
-        if block_elements == 1
-        else raw.reshape(1, -1)
-    )
-    return Quantized(rows, shape, lambda taken: package.dequantize(taken, kind))
+    rows = shape[0] if not shape[1:] and block_elements == 1 else prod(shape[:-1])  # a vector of blocks is taken whole
+    return Quantized(raw.reshape(rows, -1), shape, lambda taken: package.dequantize(taken, kind))
 
 
 def read(path: Path, *, tokenizer: bool = True) -> Weights:
@@ -233,25 +227,17 @@ def config_of(head: Header, tensors: Mapping[str, Any]) -> dict[str, Any]:
 def _rope(head: Header, tensors: Mapping[str, Quantized], config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json's RoPE scaling from the file's keys or its tensors of frequency factors; {} for plain RoPE."""
     kind, old_length = head.get("rope.scaling.type", "none"), head.get("rope.scaling.original_context_length")
-    yarn_keys = {
-        "factor": head.get("rope.scaling.factor", head.get("rope.scale_linear")),
-        "original_max_position_embeddings": old_length,
-    }
     if "rope_factors_long.weight" in tensors:
-        factors = {key: [float(str(x)) for x in tensors[f"rope_factors_{key}.weight"][:].ravel()] for key in ("short", "long")}
-        attention_factor = head.get("rope.scaling.attn_factor")
-        scaling = {
-            "rope_type": "longrope",
-            "short_factor": factors["short"],
-            "long_factor": factors["long"],
-            "attention_factor": attention_factor,
-        }
+        scaling = {"rope_type": "longrope", "attention_factor": head.get("rope.scaling.attn_factor")}
+        for key in ("short", "long"):
+            scaling[f"{key}_factor"] = [float(str(x)) for x in tensors[f"rope_factors_{key}.weight"][:].ravel()]
         return {"rope_scaling": scaling, "original_max_position_embeddings": old_length}
     if "rope_freqs.weight" in tensors:
         return {"rope_scaling": _llama3(head, tensors["rope_freqs.weight"][:].ravel(), config)}
     if kind in ("linear", "yarn"):
-        kept = {key: value for key, value in yarn_keys.items() if value is not None}
-        return {"rope_scaling": {"rope_type": kind, **kept}}
+        factor = head.get("rope.scaling.factor", head.get("rope.scale_linear"))
+        given = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": old_length}
+        return {"rope_scaling": {key: value for key, value in given.items() if value is not None}}
     if kind != "none":
         raise UserError(f"{head.path}: rope.scaling.type is {kind!r}, expected 'none', 'linear', 'yarn' or 'longrope'")
     return {}

@@ -99,13 +99,11 @@ def _of_pieces(values: Mapping[str, Any], names: list[str], kinds: list[int]) ->
     decoders = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
     decoders += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * bool(prefix)
     unknown = next((names[i] for i, kind in enumerate(kinds) if kind == UNKNOWN), None)
+    marked = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     return _content(
         {"vocab": ids, "merges": pairs, "byte_fallback": BYTE in kinds, "unk_token": unknown, "fuse_unk": True},
-        normalizer={
-            "type": "Sequence",
-            "normalizers": [*spaces, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}],
-        },
-        pre_tokenizer=None, decoder={"type": "Sequence", "decoders": decoders},
+        normalizer={"type": "Sequence", "normalizers": [*spaces, marked]}, pre_tokenizer=None,
+        decoder={"type": "Sequence", "decoders": decoders},
     )  # fmt: skip
 
 

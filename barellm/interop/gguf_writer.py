@@ -252,9 +252,8 @@ def _piece_scores(ids: dict[str, int], merges: list[str], normal: list[Any], wor
     that a pair makes: here the negative rank of the first such pair; `prefix`: whether a space is put before a text. UserError if
     merging by scores would not give the same merges in the same order."""
     prefix = normal[:1] == [{"type": "Prepend", "prepend": SPACE}]
-    at_spaces = [
-        word for word in words if word["type"] != "Split" or word["pattern"] != {"String": " "}
-    ]  # no space is left to cut at
+    # Words that are cut at spaces are not cut: no space is left.
+    at_spaces = [word for word in words if word["type"] != "Split" or word["pattern"] != {"String": " "}]
     if normal[prefix:] != [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}] or at_spaces:
         raise UserError("its normalizer or its rule for words is not that of llama.cpp's pieces")
     rank: dict[str, int] = {}

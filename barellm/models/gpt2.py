@@ -35,18 +35,13 @@ class Config(ModelConfig):
     heads: int = divides("d_model", 12, "attention heads in a block; must divide d_model")
     d_model: int = at_least(1, 768, "embedding dimension (n_embd); hidden size: width of the residual stream")
     vocab_size: int = at_least(1, 50257, "vocabulary size; a run takes it from its tokenizer")
-    padded_vocab: int = at_least(
-        0, 0, "padded vocabulary size: rows of the embedding; 0: vocab_size rounded up to a multiple of 64"
-    )
+    padded_vocab: int = at_least(0, 0, "padded vocabulary size: rows of the embedding; 0: vocab_size rounded up to multiples of 64")
     max_seq: int = at_least(1, 1024, "context length: the longest sequence in tokens")
     bias: bool = value(True, "biases in linear layers and norms")
     dropout: float = below_one(0.0, "dropout rate in training", of_run=True)
-    dropout_bits: str = one_of(
-        DROPOUT_BITS,
-        "threefry",
-        "generator of the residual stream's dropout: threefry, taus88 or lfsr113 (attention's is always threefry)",
-        of_run=True,
-    )
+    dropout_bits: str = one_of(DROPOUT_BITS, "threefry",
+        "generator of the residual stream's dropout: threefry, taus88 or lfsr113 (attention's is always "
+        "threefry)", of_run=True)  # fmt: skip
     unit_scaling: bool = value(
         False,
         "unit scaling: weights from N(0, 1), constants that keep activations and gradients at unit size; no biases and gains",

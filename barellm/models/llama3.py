@@ -83,36 +83,22 @@ def _plane_factors(key: str, found: str, config: Any) -> str | None:
 @dataclass(frozen=True)
 class Config(ModelConfig):
     layers: int = between(1, 1024, 12, "transformer blocks")
-    heads: int = divides(
-        "d_model", 12, "query heads; each must have an even width, as RoPE rotates pairs", even=True, unless="head_dim"
-    )
-    kv_heads: int = divides(
-        "heads", 4, "key and value heads (grouped-query attention), each shared by heads / kv_heads query heads"
-    )
+    heads: int = divides("d_model", 12, "query heads; each of an even width, as RoPE rotates pairs", even=True, unless="head_dim")
+    kv_heads: int = divides("heads", 4, "key and value heads (grouped-query attention), each of heads / kv_heads query heads")
     d_model: int = at_least(1, 768, "embedding dimension (n_embd); hidden size: width of the residual stream")
     d_ff: int = at_least(1, 2048, "intermediate (FFN) size of the MLP")
     vocab_size: int = at_least(1, 50257, "vocabulary size; a run takes it from its tokenizer")
-    padded_vocab: int = at_least(
-        0, 0, "padded vocabulary size: rows of the embedding; 0: vocab_size rounded up to a multiple of 64"
-    )
+    padded_vocab: int = at_least(0, 0, "padded vocabulary size: rows of the embedding; 0: vocab_size rounded up to multiples of 64")
     max_seq: int = at_least(1, 1024, "context length: the longest sequence in tokens")
     tied: bool = value(True, "tied embeddings: the embedding is the LM head too; false: the LM head is a matrix of its own")
     norm_eps: float = above(0, 1e-5, "the norms' epsilon")
     rope_theta: float = above(0, 500_000.0, "RoPE's base frequency theta")
     rope_factor: float = at_least(0, 0.0, "RoPE scaling factor of rope_type; 0: none")
-    rope_low: float = above(
-        0, 1.0, "low_freq_factor, or yarn's beta_slow: wavelengths above rope_old_seq / rope_low are scaled by rope_factor"
-    )
-    rope_high: float = above(
-        "rope_low", 4.0, "high_freq_factor, or yarn's beta_fast: wavelengths below rope_old_seq / rope_high are not scaled"
-    )
+    rope_low: float = above(0, 1.0, "low_freq_factor, or yarn's beta_slow: wavelengths above rope_old_seq / rope_low are scaled")
+    rope_high: float = above("rope_low", 4.0, "high_freq_factor, or yarn's beta_fast: those below rope_old_seq / rope_high are not")
     rope_old_seq: int = at_least(1, 8192, "original_max_position_embeddings: the context length before scaling")
-    rope_type: str = one_of(
-        ("linear", "dynamic", "llama3", "yarn", "longrope"), "llama3", "how rope_factor scales RoPE's frequencies"
-    )
-    rope_attention_factor: float = at_least(
-        0, 0.0, "yarn, longrope: attention_factor, multiplier of cosines and sines; 0: by their formula"
-    )
+    rope_type: str = one_of(("linear", "dynamic", "llama3", "yarn", "longrope"), "llama3", "how rope_factor scales frequencies")
+    rope_attention_factor: float = at_least(0, 0.0, "yarn, longrope: attention_factor, of cosines and sines; 0: by their formula")
     rope_truncate: bool = value(True, "yarn: the planes between which scaling begins and ends are whole numbers")
     rope_short: str = value("", "longrope: short_factor, a number for each pair of columns", check=_plane_factors)
     rope_long: str = value("", "longrope: long_factor, of contexts above rope_old_seq", check=_plane_factors)

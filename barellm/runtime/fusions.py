@@ -1,6 +1,7 @@
 """Rows of fusion tables that backends share: what a matmul with a weight, and a LayerNorm's backward pass, take along."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from barellm.program.fusion import Fusion
 
@@ -27,19 +28,12 @@ _HEAD: list[tuple[str, dict[str, str]]] = [
 ]
 _OF_HEAD = {"x": "0.x", "weight": "0.weight", "targets": "1.targets", "loss_scale": "2.loss_scale"}
 _LOSS = {"loss": "1.loss", "dx": "3.dx"}
+_FROZEN: dict[str, Any] = {"optional": ("loss_scale",), "kernel": "classifier", "when": lambda ops: ops[0].weight.base.frozen}
 
 CLASSIFIER: list[Fusion] = [
     # Loss, logit gradient, input gradient and weight gradient, a chunk of tokens at a time: logits never exist as a whole.
     Fusion("classifier", _HEAD, _OF_HEAD, _LOSS | {"dweight": "4.dweight"}, optional=("loss_scale",)),
-    Fusion(
-        "classifier_frozen",
-        _HEAD[:-1],
-        _OF_HEAD,
-        _LOSS,
-        optional=("loss_scale",),
-        kernel="classifier",
-        when=lambda ops: ops[0].weight.base.frozen,
-    ),
+    Fusion("classifier_frozen", _HEAD[:-1], _OF_HEAD, _LOSS, **_FROZEN),
     *_losses("matmul"),
     # The loss and its gradients of softcapped logits, whose head is stored (C, V), or (V, C).
     *(
@@ -93,8 +87,9 @@ def products(activations: Iterable[str]) -> list[Fusion]:
         *(_forward(f"linear_{name}", biased, (name, "x"), name) for name in names for biased in (True, False)),
         *(_forward("linear_residual", biased, ("add", "b"), "residual") for biased in (True, False)),
         Fusion("linear", [("matmul", {}), _BIAS], _LINEAR, {"y": "1.y"}, kernel="product", attrs={"epilogues": ("bias",)}),
-        *map(_input_gradient, names),
-        *map(_transposed_gradient, names),
+        *(_input_gradient(f"matmul_dx_{name}", "matmul_dx", "dy", "dx", name) for name in names),
+        # Of a matmul whose weight is stored the other way round (`transposed_weight`).
+        *(_input_gradient(f"matmul_{name}_backward", "matmul", "x", "y", name) for name in names),
     ]
 
 
@@ -146,21 +141,12 @@ def _forward(name: str, biased: bool, then: tuple[str, str], epilogue: str, kind
     )  # fmt: skip
 
 
-def _input_gradient(activation: str) -> Fusion:
+def _input_gradient(name: str, matmul: str, operand: str, result: str, activation: str) -> Fusion:
     """A matmul's input gradient times the slope of the activation before it."""
     slope = f"{activation}_backward"
     return Fusion(
-        f"matmul_dx_{activation}", [("matmul_dx", {}), (slope, {"dy": "0.dx"})], {"dy": "0.dy", "weight": "0.weight", "pre": "1.x"},
-        {"dx": "1.dx"}, kernel="product", attrs={"epilogues": (slope,)},
-    )  # fmt: skip
-
-
-def _transposed_gradient(activation: str) -> Fusion:
-    """The same of a matmul whose weight is stored the other way round (`transposed_weight`)."""
-    slope = f"{activation}_backward"
-    return Fusion(
-        f"matmul_{slope}", [("matmul", {}), (slope, {"dy": "0.y"})], {"x": "0.x", "weight": "0.weight", "pre": "1.x"},
-        {"y": "1.dx"}, kernel="product", attrs={"epilogues": (slope,)},
+        name, [(matmul, {}), (slope, {"dy": f"0.{result}"})], {operand: f"0.{operand}", "weight": "0.weight", "pre": "1.x"},
+        {result: "1.dx"}, kernel="product", attrs={"epilogues": (slope,)},
     )  # fmt: skip
 
 

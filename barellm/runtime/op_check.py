@@ -76,7 +76,8 @@ class OpCheck:
                 found += self._changed(t.base for t in op.inputs.values())
             given = read(op, op.inputs)
             current = read(op, {k: t for k, t in op.outputs.items() if op.adds(k, scalars)})
-            found += (self._changed(kept) if self.again else []) + self._twice(op, run)
+            twice = self._twice(op, run)
+            found += (self._changed(kept) if self.again else []) + twice
             if all(np.isfinite(a).all() for a in given.values()):  # else an op before it is to blame
                 results, want = read(op, op.outputs), op.run(given, scalars, current)
                 for name, t in op.outputs.items():

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from barellm.errors import UserError
 from barellm.program.grouping import members
-from barellm.program.ops.base import Op, Span, Tensor, describe
+from barellm.program.ops.base import Op, Span, describe
 
 MODES = ("store", "add", "start")
 L = TypeVar("L")
@@ -57,6 +57,16 @@ class Registry(Generic[L]):
         numbers = tuple(floats.split()) or self.floats
         self.entries[op_name] = Entry(lower, modes, numbers, more, frozenset(views.split()), frozenset(spans.split()))
 
+    def lowering(self, *op_names: str, **takes: Any) -> Callable[[Callable[[Any, L], None]], Callable[[Any, L], None]]:
+        """Register how ops become calls: a function of the op and what the lowering gives. `takes`: as `add` has it."""
+
+        def register(lower: Callable[[Any, L], None]) -> Callable[[Any, L], None]:
+            for name in op_names:
+                self.add(name, lambda c: lower(c.op, c), **takes)  # pyright: ignore[reportAttributeAccessIssue]
+            return lower
+
+        return register
+
     def takes(self, op_name: str, operand: str) -> tuple[str, ...]:
         """The dtypes that an operand may have."""
         entry = self.entries[op_name]
@@ -90,13 +100,9 @@ class Registry(Generic[L]):
                     return f"{who} takes no {t.dtype} for {name}{written}, only {_either(dtypes)}"
                 if isinstance(t, Span) and entry.spans & {name, "*"}:
                     continue
-                if is_view(t) and name not in entry.views:
+                if t.base is not t and name not in entry.views:
                     return f"{who} takes no view for {name}, found {describe(**{name: t})}"
         return None
-
-
-def is_view(t: Tensor) -> bool:
-    return t.base is not t
 
 
 def _either(words: tuple[Any, ...]) -> str:

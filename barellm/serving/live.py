@@ -144,12 +144,8 @@ def routes(folder: Path) -> list[Any]:
             content = os.pread(file.fileno(), PIECE, start)
         end = content.rfind(b"\n") + 1
         following = start + (end or (PIECE if len(content) == PIECE else 0))  # a line longer than that is left out
-        position_headers = {
-            "X-Start": start,
-            "X-Next": following,
-            "X-More": int(start < following < status.st_size),
-            "X-File": status.st_ino,
-        }
+        more = int(start < following < status.st_size)
+        position_headers = {"X-Start": start, "X-Next": following, "X-More": more, "X-File": status.st_ino}
         headers = plain | {name: str(value) for name, value in position_headers.items()}
         return Response(content[:end], headers=headers, media_type="application/x-ndjson")
 

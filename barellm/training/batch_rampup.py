@@ -9,11 +9,8 @@ class BatchRampup:
 
     def __init__(self, train: TrainConfig) -> None:
         """Precompute nothing but the constants: the steps of the rampup are summed lazily in `_before`."""
-        self._first, self._full, self._rampup_tokens = (
-            train.batch_rampup_from,
-            train.gradient_accumulation_steps,
-            train.batch_rampup_tokens,
-        )
+        self._first, self._full = train.batch_rampup_from, train.gradient_accumulation_steps
+        self._rampup_tokens = train.batch_rampup_tokens
         self._tokens = train.micro_batch_size * train.seq  # of a micro-batch
         # Micro-batches before each step of the ramp, and before the first full one, as far as they were needed.
         self._before = [0]

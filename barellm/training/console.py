@@ -53,15 +53,7 @@ class Console:
         tell = self._patiently()
         return lambda done: tell(lambda: f"evaluating: {done} of {windows} windows")
 
-    def tokenizing(self) -> Callable[[int, int], None]:
-        """A function for the `progress` of a text that becomes tokens, which gets (bytes done, bytes in all)."""
-        return self._megabytes("tokenizing")
-
-    def looking(self) -> Callable[[int, int], None]:
-        """The same, of a text that is looked through."""
-        return self._megabytes("looking through the text")
-
-    def _megabytes(self, doing: str) -> Callable[[int, int], None]:
+    def megabytes(self, doing: str) -> Callable[[int, int], None]:
         """A callback (bytes done, bytes in all or 0) that shows megabytes, the rate and the time left."""
         show_due, begin, start = self._patiently(), time.monotonic(), [-1]
 

@@ -70,9 +70,8 @@ class Inputs:
         `start`: the checkpoint to resume from, whose data must be the same."""
         self.start, self.console, self.ranks = start, console, ranks
         with agreement.rank_zero_first(ranks):  # what rank 0 prepares, the others find in the cache
-            self.data: Dataset = prepare(
-                config.data, tokenizer=tokenizer, requested=requested, report=console.line, progress=console.tokenizing(),
-            )  # fmt: skip
+            shown: dict[str, Any] = {"report": console.line, "progress": console.megabytes("tokenizing")}
+            self.data: Dataset = prepare(config.data, tokenizer=tokenizer, requested=requested, **shown)
         if not requested:
             config = replace(config, data=replace(config.data, tokenizer=self.data.tokenizer.name))
         config, self.data = with_document_mask(config, self.data, device=self.device)

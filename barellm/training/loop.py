@@ -335,9 +335,8 @@ class Loop:
         self.progress.total = first(self.ranks, self._total_in_time())
         if (total := self.progress.total) is None:
             return
-        self.console.line(
-            f"speed    {self._step_s * 1e3:.1f} ms a step: {total:,} steps fit into {self.config.train.minutes:g} min"
-        )
+        fit = f"{total:,} steps fit into {self.config.train.minutes:g} min"
+        self.console.line(f"speed    {self._step_s * 1e3:.1f} ms a step: {fit}")
         if self.config.optim.warmup >= total:
             self.console.line(report.warmup_warning(self.config, total))
 

@@ -125,18 +125,14 @@ def intentions(
     batches = f"{train.overfit:,} micro-batches" if train.overfit > 1 else "micro-batch"
     lines = [f"overfit  the first {batches} again and again: the loss should go to 0"] if train.overfit else []
     if train.overfit > (available := -(-epoch_tokens // (train.micro_batch_size * train.seq))):
-        lines.append(
-            f"warning: train.overfit is {train.overfit}, and the text has {available:,} micro-batches: this is all of them"
-        )
+        found = f"the text has {available:,} micro-batches: this is all of them"
+        lines.append(f"warning: train.overfit is {train.overfit}, and {found}")
     steps = f"{total - done:,} step{'s' * (total - done != 1)}"
     lines += [f"budget   {steps}, {short(tokens)} tokens{epochs}{time}"]
     if train.batch_rampup_from:
-        full = next((step for step in range(total) if batch_rampup.count(step) == train.gradient_accumulation_steps), None)
-        last = (
-            f"{batch_rampup.count(total - 1)} in the last"
-            if full is None
-            else f"{train.gradient_accumulation_steps} from step {full + 1:,} on"
-        )
+        most = train.gradient_accumulation_steps
+        full = next((step for step in range(total) if batch_rampup.count(step) == most), None)
+        last = f"{batch_rampup.count(total - 1)} in the last" if full is None else f"{most} from step {full + 1:,} on"
         lines.append(f"rampup   {train.batch_rampup_from} micro-batches in the first step, {last}")
     if optim.warmup >= total:
         lines.append(warmup_warning(config, total))
@@ -169,9 +165,8 @@ def packing(packed: examples.Packed) -> list[str]:
     if packed.cut:
         lines.append(f"warning: {packed.cut:,} examples are longer than a sequence and cut: use a larger --seq")
     if packed.dropped:
-        lines.append(
-            f"warning: {packed.dropped:,} examples are left out: their prompts fill a sequence; a larger --seq takes them in"
-        )
+        why = "their prompts fill a sequence; a larger --seq takes them in"
+        lines.append(f"warning: {packed.dropped:,} examples are left out: {why}")
     return lines
 
 

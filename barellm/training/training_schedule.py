@@ -71,5 +71,6 @@ def tokens_before(config: Config) -> Callable[[int], int]:
         while len(seen) <= index:
             last = len(seen) - 1
             seen.append(seen[-1] + train.micro_batch_size * batch_rampup.count(last) * steps.step(last, train.steps or None).seq)
+        return seen[index]
 
     return before

@@ -247,13 +247,13 @@ def test_ctrl_c_keeps_what_was_done_and_another_command_is_refused_there(text, t
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("barellm.training.console.Console.tokenizing", lambda self: interrupted)
+        patch.setattr("barellm.training.console.Console.megabytes", lambda self, doing: interrupted)
         run(text, "--out", out, "--tokenizer", "bytes")
     assert "the same command resumes from" in capsys.readouterr().out and not out.exists()
     with pytest.raises(UserError, match=r"out.part was begun with another text, tokenizer or options"):
         run(text, "--out", out, "--tokenizer", "chars")
     again = []
-    monkeypatch.setattr("barellm.training.console.Console.tokenizing", lambda self: lambda done, total: again.append(done))
+    monkeypatch.setattr("barellm.training.console.Console.megabytes", lambda self, doing: lambda done, total: again.append(done))
     assert run(text, "--out", out, "--tokenizer", "bytes") == 0
     assert again[0] > seen[-2] and not (tmp_path / "out.part").exists()
     state = tmp_path / "out2.part" / "state.json"
@@ -340,7 +340,7 @@ def test_a_long_text_says_how_far_it_is(text, tmp_path, monkeypatch, capsys):
     assert run(text, "--out", tmp_path / "a", "--tokenizer", "bytes") == 0
     assert "tokenizing: " not in capsys.readouterr().out
     seen = []
-    monkeypatch.setattr("barellm.training.console.Console.tokenizing", lambda self: lambda *done: seen.append(done))
+    monkeypatch.setattr("barellm.training.console.Console.megabytes", lambda self, doing: lambda *done: seen.append(done))
     assert run(text, "--out", tmp_path / "b", "--tokenizer", "bytes") == 0
     done = [nbytes for nbytes, _ in seen]
     assert {total for _, total in seen} == {4500} and done[-1] == 4500 and len(done) > 20

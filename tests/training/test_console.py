@@ -112,7 +112,7 @@ def test_a_text_that_takes_long_says_its_megabytes(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
     out = Terminal()
-    tell = Console(stream=out).tokenizing()
+    tell = Console(stream=out).megabytes("tokenizing")
     tell(1_000_000, 9_000_000)
     assert out.getvalue() == ""
     now[0] += 1.5

@@ -130,7 +130,7 @@ class Watched(Console):
 
 
 def test_micro_batches_are_counted_within_a_step(fake, command, capsys, monkeypatch):
-    monkeypatch.setattr("barellm.training.console.Console", Watched)
+    monkeypatch.setattr("barellm.cli.train.Console", Watched)
     assert main(command("run", "--train.gradient_accumulation_steps", "3", "--steps", "4")) == 0
     out = capsys.readouterr().out
     assert [out.count(f"step     2/4  micro-batch {i} of 3\n") for i in (1, 2, 3)] == [1, 1, 0]

@@ -76,6 +76,10 @@ class Parser(argparse.ArgumentParser):
             raise UserError(f"unknown option {described}{'' if all(instead.values()) else f' (see {self.prog} --help)'}")
         if missing := [action for action in required if not getattr(args, action.dest)]:
             raise help.missing(self, missing)
+        for action in self._actions:
+            least, value = getattr(action, "least", None), getattr(args, action.dest, None)
+            if least is not None and value is not None and value < least:
+                raise UserError(f"{action.option_strings[-1]} is {value}, expected at least {least}")
         typed = [option for word in argv if (option := word.split("=")[0]) in alias_of]
         if line := aliases.renamed(option.lstrip("-").replace("-", "_") for option in typed):
             print(f"barellm: note: {line}", file=sys.stderr)
@@ -90,9 +94,10 @@ class Parser(argparse.ArgumentParser):
         return [f"--{word[5:]}", "false"]
 
 
-def add(parser: Any, words: str, text: str, default: Any = None, **more: Any) -> None:
+def add(parser: Any, words: str, text: str, default: Any = None, least: float | None = None, **more: Any) -> None:
     """Add an option: its names and the metavar of its value, as in "-n --max-new-tokens N", its help and its default, of whose type
-    a number is. A name without a metavar, or `choices`, is a switch. `parser`: a parser, a group of one, or `help.Rare`."""
+    a number is; less than `least` is refused. A name without a metavar, or `choices`, is a switch. `parser`: a parser, a group of
+    one, or `help.Rare`."""
     *names, last = words.split()
     value = {} if last.startswith("-") else {"metavar": last}
     if value or "choices" in more:
@@ -100,7 +105,7 @@ def add(parser: Any, words: str, text: str, default: Any = None, **more: Any) ->
         more = value | kind | {"default": default} | more
     else:
         more = {"action": "store_true"} | more
-    parser.add_argument(*names, *([] if value else [last]), help=text, **more)
+    parser.add_argument(*names, *([] if value else [last]), help=text, **more).least = least  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def integer(text: str) -> int:
@@ -185,6 +190,10 @@ def dtype(text: str) -> str:
     return aliases.VALUES["train.dtype"].get(text, text)
 
 
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a step folder, or a run's folder (its newest complete one)")
+
+
 def add_dtype(parser: argparse.ArgumentParser) -> None:
     add(parser, "--dtype STR", "fp32, bf16 or auto (default: what it was trained in)", type=dtype)
 
@@ -241,8 +250,11 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
         "weight quantization: int8, int4 or nf4; int4/128 sets the group size (default: none, as --dtype)")  # fmt: skip
 
 
-def add_adapter(parser: argparse.ArgumentParser) -> None:
-    """--adapter of commands that read a checkpoint and do not train it."""
+def add_opening(parser: argparse.ArgumentParser) -> None:
+    """How commands that read a checkpoint and do not train it open it."""
+    add_device(parser, "auto, cpu, cuda or reference", "auto")
+    add_dtype(parser)
+    add_weights(parser)
     add(parser, "--adapter DIR", "LoRA adapter of this model: a run's, or a PEFT folder", "")
 
 

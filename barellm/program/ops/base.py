@@ -10,7 +10,7 @@ from barellm.program.dtypes import FORMATS
 from barellm.program.tensor import Dim, Span, Tensor, View, describe
 
 # All that files of ops need.
-__all__ = ["Dim", "Gradients", "Op", "Span", "Spec", "Tensor", "View", "check_rows", "describe", "operand_bytes"]
+__all__ = ["Dim", "Gradients", "OfLogits", "Op", "Span", "Spec", "Tensor", "View", "check_rows", "describe", "operand_bytes"]
 
 Spec = tuple[tuple[int, ...], str]  # shape, dtype
 
@@ -136,3 +136,16 @@ class Op:
         outs = ", ".join(t.name for t in self.outputs.values())
         ins = ", ".join(t.name for t in self.inputs.values())
         return f"{outs} = {self.name}({ins})"
+
+
+class OfLogits(Op):
+    """What ops of logits and targets share."""
+
+    def check(self, name: str, logits: Tensor, targets: Tensor) -> None:
+        """ValueError unless the targets have the shape of the logits, whose last axis has room for the vocabulary."""
+        if logits.shape[:-1] != targets.shape or not 0 < self.valid_vocab <= logits.shape[-1]:
+            found = describe(logits=logits, targets=targets)
+            raise ValueError(f"{name} expects logits (B, T, V >= {self.valid_vocab}), targets (B, T): {found}")
+
+    def index_limits(self) -> dict[str, tuple[int, int]]:
+        return {"targets": (-1, self.valid_vocab - 1)}

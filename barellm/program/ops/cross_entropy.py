@@ -8,13 +8,13 @@ import numpy as np
 from barellm.program.graph import Graph
 from barellm.program.loss_scale import scale_of
 from barellm.program.ops.attention.attention import log_sum_exp
-from barellm.program.ops.base import Op, Spec, Tensor, describe
+from barellm.program.ops.base import OfLogits, Op, Spec, Tensor
 from barellm.program.ops.gemm.matmul import Matmul
 from barellm.program.ops.pointwise.elementwise import operand
 from barellm.program.ops.softcap import Softcap
 
 
-class CrossEntropy(Op):
+class CrossEntropy(OfLogits):
     """loss = inv_targets * sum of (lse - logits[target]) over the micro-batch's valid targets, in nats."""
 
     name = "cross_entropy"
@@ -22,13 +22,8 @@ class CrossEntropy(Op):
     flops_per_element = (4, "logits")
 
     def infer(self, logits: Tensor, targets: Tensor) -> dict[str, Spec]:
-        if logits.shape[:-1] != targets.shape or not 0 < self.valid_vocab <= logits.shape[-1]:
-            found = describe(logits=logits, targets=targets)
-            raise ValueError(f"cross_entropy expects logits (B, T, V >= {self.valid_vocab}), targets (B, T): {found}")
+        self.check(self.name, logits, targets)
         return {"loss": ((1,), "fp32"), "lse": (targets.shape, "fp32")}
-
-    def index_limits(self) -> dict[str, tuple[int, int]]:
-        return {"targets": (-1, self.valid_vocab - 1)}
 
     def reference(self, logits, targets, inv_targets):
         logits = logits[..., : self.valid_vocab]
@@ -68,7 +63,7 @@ class CrossEntropyBackward(Op):
         return {"dlogits": np.where(targets[..., None] >= 0, dlogits * inv_targets, 0)}
 
 
-class TokenLosses(Op):
+class TokenLosses(OfLogits):
     """losses = lse - logits[target], in nats, and margins = max(logits) - logits[target]: 0 where no id is more likely than the
     target. Both are 0 where the target is -1. It has no gradient: it scores, and does not train."""
 
@@ -76,13 +71,8 @@ class TokenLosses(Op):
     flops_per_element = (4, "logits")
 
     def infer(self, logits: Tensor, targets: Tensor) -> dict[str, Spec]:
-        if logits.shape[:-1] != targets.shape or not 0 < self.valid_vocab <= logits.shape[-1]:
-            found = describe(logits=logits, targets=targets)
-            raise ValueError(f"token_losses expects logits (B, T, V >= {self.valid_vocab}), targets (B, T): {found}")
+        self.check(self.name, logits, targets)
         return {"losses": (targets.shape, "fp32"), "margins": (targets.shape, "fp32")}
-
-    def index_limits(self) -> dict[str, tuple[int, int]]:
-        return {"targets": (-1, self.valid_vocab - 1)}
 
     def reference(self, logits, targets):
         logits = logits[..., : self.valid_vocab]
@@ -104,6 +94,5 @@ class Calls(Graph):
             raise ValueError(f"score_tokens expects a program that ends in {CrossEntropy.name}, found {loss.name}")
         cap = loss.attrs.get("cap")
         logits = self.apply(Softcap, x=loss.logits, cap=cap).y if cap else loss.logits
-        given = {"logits": logits, "targets": loss.targets, "valid_vocab": loss.valid_vocab}
-        op = self.apply(TokenLosses, **given)
+        op = self.apply(TokenLosses, logits=logits, targets=loss.targets, valid_vocab=loss.valid_vocab)
         return op.losses, op.margins

@@ -10,7 +10,7 @@ import numpy as np
 from barellm.program.graph import Graph
 from barellm.program.loss_scale import scale_of
 from barellm.program.ops.attention.attention import log_sum_exp
-from barellm.program.ops.base import Op, Spec, Tensor, describe
+from barellm.program.ops.base import OfLogits, Op, Spec, Tensor, describe
 from barellm.program.ops.embedding import LastRow
 from barellm.program.ops.gemm import fp8, matmul
 from barellm.program.ops.pointwise.elementwise import Cast, operand
@@ -55,12 +55,9 @@ def ahead(targets: np.ndarray, k: int) -> np.ndarray:
     return np.concatenate([targets[..., k:], np.full_like(targets[..., :k], -1)], -1)
 
 
-def _check(op: Op, logits: Tensor, targets: Tensor) -> None:
+def _check(op: OfLogits, logits: Tensor, targets: Tensor) -> None:
     """ValueError for wrong shapes, and for a vocabulary, `predict` or `cap` out of range."""
-    name = "softcap_cross_entropy"
-    if logits.shape[:-1] != targets.shape or not 0 < op.valid_vocab <= logits.shape[-1]:
-        found = describe(logits=logits, targets=targets)
-        raise ValueError(f"{name} expects logits (B, T, V >= {op.valid_vocab}), targets (B, T): {found}")
+    op.check(name := "softcap_cross_entropy", logits, targets)
     if not 1 <= op.predict <= len(MTP):
         raise ValueError(f"{name} expects predict from 1 to {len(MTP)}, found {op.predict}")
     cap = cap_of(op)
@@ -69,7 +66,7 @@ def _check(op: Op, logits: Tensor, targets: Tensor) -> None:
         raise ValueError(f"{name} expects cap None or {expected}, found {cap}")
 
 
-class SoftcapCrossEntropy(Op):
+class SoftcapCrossEntropy(OfLogits):
     """loss = inv_targets * sum over t and k < predict of mtp_k * (lse[t] - z[t, targets[t + k]]), in nats; lse of z over the
     vocabulary. next_loss is the same of the next target alone, k = 0, with the weight 1: what other models' losses are."""
 
@@ -80,9 +77,6 @@ class SoftcapCrossEntropy(Op):
     def infer(self, logits: Tensor, targets: Tensor) -> dict[str, Spec]:
         _check(self, logits, targets)
         return {"loss": ((1,), "fp32"), "next_loss": ((1,), "fp32"), "lse": (targets.shape, "fp32")}
-
-    def index_limits(self) -> dict[str, tuple[int, int]]:
-        return {"targets": (-1, self.valid_vocab - 1)}
 
     def reference(self, logits, targets, inv_targets, **mtp):
         """lse once, then the k-th loss from the targets shifted by k (-1 behind the row's end); see the class's docstring."""
@@ -104,7 +98,7 @@ class SoftcapCrossEntropy(Op):
         g.write(SoftcapCrossEntropyBackward, {"dlogits": self.logits}, **operands, **self.attrs)
 
 
-class SoftcapCrossEntropyBackward(Op):
+class SoftcapCrossEntropyBackward(OfLogits):
     """dlogits = inv_targets * (sum of mtp_k over the targets * softmax(z) - mtp_k at each of them) * dz/dlogits, zero in padded
     columns; times the number that `loss_scale` stands for, where it is given (`program.loss_scale`)."""
 

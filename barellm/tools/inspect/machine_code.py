@@ -66,7 +66,7 @@ class Code:
 def read(assembly: str) -> Code:
     """Analyse a kernel's assembly, which has one function."""
     code, labels = _parse(assembly)
-    kind = _kind(code)
+    kind = "x86" if any("%" in i.operands for i in code) else "arm"
     stack = _stack_registers(code, kind)
     names = {at: name for name, at in labels.items()}
     loops = natural_loops(code, labels)
@@ -89,10 +89,6 @@ def _parse(assembly: str) -> tuple[list[Instruction], dict[str, int]]:
         elif match := INSTRUCTION.match(re.sub(r"(##?|//|;)\s.*$", "", line)):
             code.append(Instruction(match[1], (match[2] or "").strip()))
     return code, labels
-
-
-def _kind(code: list[Instruction]) -> str:
-    return "x86" if any("%" in i.operands for i in code) else "arm"
 
 
 def natural_loops(code: list[Instruction], labels: dict[str, int]) -> dict[int, set[int]]:

@@ -11,7 +11,6 @@ from barellm.config import Config
 from barellm.models import hidden
 from barellm.models.training_schedule import runs_per_step
 from barellm.optim import recipes, rules
-from barellm.program.ops.base import Op
 from barellm.program.ranks import Ranks
 from barellm.program.tensor import PERSISTENT
 from barellm.runtime.memory import PLURAL, memory_limit
@@ -61,7 +60,7 @@ def report(
         "tokens": train.micro_batch_size // ranks.count * train.seq * train.gradient_accumulation_steps,
         "programs": {name: _program(built, name) for name in programs}, "kernels": len(built.specs), "step": step,
         "families": _families(built, step), "ops": _ops(built, step, ceiling),
-        "fusions": dict(Counter(op.name for name in step for op in built.lowered[name].ops if _fused(op))),
+        "fusions": dict(Counter(op.name for name in step for op in built.lowered[name].ops if len(roofline.primitives(op)) > 1)),
     }  # fmt: skip
     if ceiling is not None:
         numbers["ceiling"] = ceiling.to_json()
@@ -86,18 +85,12 @@ def device_memory(device: str) -> tuple[int | None, str]:
     return found, "no GPU here" if found is None else "this GPU's memory"
 
 
-def _fused(op: Op) -> bool:
-    return len(roofline.primitives(op)) > 1
-
-
 def _program(built: Built, name: str) -> dict[str, int]:
     low = built.lowered[name]
     return {
-        "ops": sum(len(roofline.primitives(op)) for op in low.ops),
-        "fused_ops": len(low.ops),
-        "calls": len(built.calls[name]),
-        "live_peak_bytes": built.plan.peaks[name][0],
-    }
+        "ops": sum(len(roofline.primitives(op)) for op in low.ops), "fused_ops": len(low.ops),
+        "calls": len(built.calls[name]), "live_peak_bytes": built.plan.peaks[name][0],
+    }  # fmt: skip
 
 
 def _families(built: Built, step: dict[str, float]) -> dict[str, dict[str, float]]:

@@ -23,15 +23,10 @@ def exposed_seconds(session: Any, seconds: Mapping[str, np.ndarray], ranks: Rank
     gathered = ranks.gather([(key, sum(spent)) for key, spent in own.items()])
     by_rank = [dict(pairs) for pairs in gathered]
     return [
-        {
-            "program": key[0],
-            "segment": key[1],
-            "op": key[2],
-            "count": len(own.get(key, [])),
-            "s": [seconds_of.get(key, 0.0) for seconds_of in by_rank],
-        }
+        {**dict(zip(("program", "segment", "op"), key, strict=True)), "count": len(own.get(key, [])),
+         "s": [seconds_of.get(key, 0.0) for seconds_of in by_rank]}
         for key in dict.fromkeys(key for pairs in gathered for key, _ in pairs)  # unique, in order
-    ]
+    ]  # fmt: skip
 
 
 def lines(rows: list[dict[str, Any]], step_s: float) -> list[str]:

@@ -60,12 +60,9 @@ def _profile_cpu(bench: StepBench, steps: int | None, ranks: Ranks) -> tuple[dic
     step = traces.traced[first(ranks, traces.traced.index(traces.median_step()))]
     threads = account(step)
     facts = {
-        "step_s": step.seconds / step.steps,
+        "step_s": step.seconds / step.steps, "by_thread": threads, "adds_up": adds_up(threads), **tracing_overhead(traces),
         **{name: sum(t[name] for t in threads) / len(threads) for name in ("work_s", "barrier_s", "idle_s")},
-        "by_thread": threads,
-        "adds_up": adds_up(threads),
-        **tracing_overhead(traces),
-    }
+    }  # fmt: skip
     return facts, call_seconds(step), lambda title: timeline.events(session, step, title=title)
 
 

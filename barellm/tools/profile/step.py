@@ -125,16 +125,8 @@ def opened(config: Config, *, device: str = "cpu", ranks: Ranks = ALONE) -> Iter
         first = bench.step()
         everything = (imported or 0.0) + time.perf_counter() - start
         split = {"import": imported or 0.0, **compiled.session.seconds, "init": initialised - begun, "step": first.seconds}
-        yield (
-            bench,
-            {
-                "first_step_s": everything,
-                "first_step_split": split | {"rest": everything - sum(split.values())},
-                "first_step": first.to_json(),
-                "resident_before_bytes": resident_before,
-                "counter": counter,
-            },
-        )
+        facts = {"first_step_s": everything, "first_step_split": split | {"rest": everything - sum(split.values())}}
+        yield bench, facts | {"first_step": first.to_json(), "resident_before_bytes": resident_before, "counter": counter}
 
 
 def measure(config: Config, *, steps: int, digest: bool = False, device: str = "cpu") -> dict[str, Any]:

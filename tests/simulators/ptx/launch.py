@@ -85,7 +85,7 @@ def pack(
     spec: Specialisation, code: Code, values: Sequence[Parameter], operands: Memory
 ) -> tuple[bytes, dict[int, tuple[Box, Descriptor]]]:
     """The parameters' bytes, and of each tensor map, by its address, what it describes and how it is encoded."""
-    packed = bytearray(code.param_bytes)
+    packed = bytearray(code.offsets[-1] + code.params[-1][0])
     offsets, described = iter(code.offsets), iter(code.descriptors)
     maps = {}
     for (name, type_), value in zip(spec.signature, values, strict=True):

@@ -85,7 +85,7 @@ class ScaledMatmul(Product):
 
     def gradient(self, g, y):
         x, weight = self.source
-        dy, scale = self.scaling.gradient(g.graph, y)
+        dy, scale = self.scaling.codes(g.graph, y, "dy")
         g.write(ScaledMatmulDx, {"dx": x}, dy=dy, weight=self.weight, dy_scale=scale, weight_scale=self.weight_scale,
                 dtype=x.dtype)  # fmt: skip
         g.write(ScaledMatmulDw, {"dweight": weight}, x=self.x, dy=dy, x_scale=self.x_scale, dy_scale=scale)
@@ -127,12 +127,13 @@ class ScaledMatmulDw(Product):
         return 2 * self.x.size * int(self.dy.shape[-1])
 
 
+OPERANDS = {"x": "e4m3", "weight": "e4m3", "dy": "e5m2"}  # of a matmul, and the dtype of their codes
+
+
 class Scaling(Protocol):
-    """A way to choose scales: it appends what makes codes of each operand of a matmul."""
+    """A way to choose scales: `codes` appends what makes codes of an operand x of a matmul; `which`: one of OPERANDS."""
 
-    def forward(self, p: Graph, x: Tensor, weight: Tensor) -> tuple[Quantised, Quantised]: ...
-
-    def gradient(self, p: Graph, dy: Tensor) -> Quantised: ...
+    def codes(self, p: Graph, x: Tensor, which: str) -> Quantised: ...
 
 
 @dataclass(frozen=True)
@@ -145,15 +146,9 @@ class Static:
     weight: float
     dy: float
 
-    def forward(self, p: Graph, x: Tensor, weight: Tensor) -> tuple[Quantised, Quantised]:
-        return self._codes(p, x, "x", "e4m3"), self._codes(p, weight, "weight", "e4m3")
-
-    def gradient(self, p: Graph, dy: Tensor) -> Quantised:
-        return self._codes(p, dy, "dy", "e5m2")
-
-    def _codes(self, p: Graph, x: Tensor, which: str, dtype: str) -> Quantised:
+    def codes(self, p: Graph, x: Tensor, which: str) -> Quantised:
         scale = p.constant(f"{self.name}.{which}_scale", np.array([getattr(self, which)], np.float32))
-        return p.apply(Quantise, x=x, scale=scale, dtype=dtype, per_target=which == "dy").y, scale
+        return p.apply(Quantise, x=x, scale=scale, dtype=OPERANDS[which], per_target=which == "dy").y, scale
 
 
 def scaled_matmul(p: Graph, x: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
@@ -163,6 +158,6 @@ def scaled_matmul(p: Graph, x: Tensor, weight: Tensor, scaling: Scaling) -> Tens
     if len(weight.shape) != 2 or x.shape[-1] != weight.shape[0]:
         raise ValueError(f"scaled_matmul expects x (..., K) and weight (K, N): {describe(x=x, weight=weight)}")
     x = x if x.dtype == p.compute else p.apply(Cast, x=x, dtype=p.compute).y
-    (codes, x_scale), (of_weight, weight_scale) = scaling.forward(p, x, weight)
+    (codes, x_scale), (of_weight, weight_scale) = scaling.codes(p, x, "x"), scaling.codes(p, weight, "weight")
     operands: dict[str, Any] = {"x": codes, "weight": of_weight, "x_scale": x_scale, "weight_scale": weight_scale}
     return p.apply(ScaledMatmul, **operands, dtype=p.compute, source=(x, weight), scaling=scaling).y

@@ -27,9 +27,8 @@ LEAST = 1e-10  # of a mean square and of a norm that NorMuon divides by
 class OfMatrices(Op):
     """The part that all ops of a bank of matrices share."""
 
-    @property
-    def matrices(self) -> int:
-        return self.attrs.get("matrices", 1)
+    def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
+        super().__init__(inputs, {"matrices": 1} | attrs)
 
     def one(self, x: Tensor | np.ndarray) -> tuple[int, int]:
         """Rows and columns of one matrix of x."""
@@ -49,10 +48,6 @@ class OfMatrices(Op):
             if len(x.shape) != 2 or int(x.shape[0]) % self.matrices:
                 many = f"{self.matrices} matrices, each " if self.matrices > 1 else ""
                 raise ValueError(f"{self.name} expects {name} of {many}(rows, cols): {describe(**{name: x})}")
-
-    def expect_clip(self, clip: Tensor) -> None:
-        if clip.shape != (2,):
-            raise ValueError(f"{self.name} expects clip (2): {describe(clip=clip)}")
 
     def chunks(self, x: Tensor) -> int:
         """Partial sums of the squares of one matrix of x."""
@@ -186,7 +181,8 @@ class NorMuonScales(OfMatrices):
 
     def infer(self, x: Tensor, second: Tensor, clip: Tensor) -> dict[str, Spec]:
         self.expect(x=x)
-        self.expect_clip(clip)
+        if clip.shape != (2,):
+            raise ValueError(f"{self.name} expects clip (2): {describe(clip=clip)}")
         if tuple(second.shape) != (lines(x, self.matrices),):
             raise ValueError(f"normuon_scales expects second ({lines(x, self.matrices)}): {describe(x=x, second=second)}")
         return {"second": (second.shape, second.dtype), "scales": (second.shape, "fp32")}
@@ -221,16 +217,8 @@ class MuonUpdate(OfMatrices):
     inplace: ClassVar[dict[str, str]] = {"param": "param"}
 
     def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
-        super().__init__(inputs, attrs)
+        super().__init__(inputs, {"squared": False, "rate": "lr"} | attrs)
         self.scalars = (self.rate,)
-
-    @property
-    def squared(self) -> bool:
-        return self.attrs.get("squared", False)
-
-    @property
-    def rate(self) -> str:
-        return self.attrs.get("rate", "lr")
 
     def infer(self, param: Tensor, x: Tensor, clip: Tensor, scales: Tensor | None = None) -> dict[str, Spec]:
         self.expect(x=x)

@@ -12,7 +12,7 @@ import numpy as np
 from barellm.program.dtypes import LARGEST
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec, Tensor, describe
-from barellm.program.ops.gemm.fp8 import PerTarget, Quantise, Quantised
+from barellm.program.ops.gemm.fp8 import OPERANDS, PerTarget, Quantise, Quantised
 from barellm.program.ops.optim.exponent_stats import SUMS, ExponentStats
 
 ENTRIES = 16  # micro-batches that a history remembers
@@ -133,13 +133,8 @@ class Delayed:
     name: str
     first: tuple[float, float, float]
 
-    def forward(self, p: Graph, x: Tensor, weight: Tensor) -> tuple[Quantised, Quantised]:
-        return self._codes(p, x, "x", "e4m3", self.first[0]), self._codes(p, weight, "weight", "e4m3", self.first[1])
-
-    def gradient(self, p: Graph, dy: Tensor) -> Quantised:
-        return self._codes(p, dy, "dy", "e5m2", self.first[2])
-
-    def _codes(self, p: Graph, x: Tensor, which: str, dtype: str, first: float) -> Quantised:
+    def codes(self, p: Graph, x: Tensor, which: str) -> Quantised:
+        dtype, first = OPERANDS[which], self.first[list(OPERANDS).index(which)]
         history, per_target = p.state(f"{self.name}.{which}.history", (ENTRIES,)), which == "dy"
         scale = p.apply(DelayedScale, history=history, first=first, largest=LARGEST[dtype]).scale
         codes = p.apply(Quantise, x=x, scale=scale, dtype=dtype, per_target=per_target).y
@@ -156,13 +151,7 @@ class Floating:
     deviations: bool = False
     denormals: bool = True
 
-    def forward(self, p: Graph, x: Tensor, weight: Tensor) -> tuple[Quantised, Quantised]:
-        return self._numbers(p, x, "x"), self._numbers(p, weight, "weight")
-
-    def gradient(self, p: Graph, dy: Tensor) -> Quantised:
-        return self._numbers(p, dy, "dy")
-
-    def _numbers(self, p: Graph, x: Tensor, which: str) -> Quantised:
+    def codes(self, p: Graph, x: Tensor, which: str) -> Quantised:
         bias, per_target = p.state(f"{self.name}.{which}.bias", (2,)), which == "dy"
         sums = p.apply(Measure, x=x).sums
         bias = p.apply(FloatBias, bias=bias, sums=sums, x=x, deviations=self.deviations, per_target=per_target).bias

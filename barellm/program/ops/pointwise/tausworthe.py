@@ -56,13 +56,9 @@ GENERATORS: dict[str, Generator] = {
     # Periods 2^31 - 1, 2^29 - 1 and 2^28 - 1. Kernels are in circulation whose third c is 11, which has no such period.
     "taus88": (Component(13, 19, 12, 0xFFFFFFFE), Component(2, 25, 4, 0xFFFFFFF8), Component(3, 11, 17, 0xFFFFFFF0)),
     # Periods 2^31 - 1, 2^29 - 1, 2^28 - 1 and 2^25 - 1.
-    "lfsr113": (
-        Component(6, 13, 18, 0xFFFFFFFE),
-        Component(2, 27, 2, 0xFFFFFFF8),
-        Component(13, 21, 7, 0xFFFFFFF0),
-        Component(3, 12, 13, 0xFFFFFF80),
-    ),
-}
+    "lfsr113": (Component(6, 13, 18, 0xFFFFFFFE), Component(2, 27, 2, 0xFFFFFFF8), Component(13, 21, 7, 0xFFFFFFF0),
+                Component(3, 12, 13, 0xFFFFFF80)),
+}  # fmt: skip
 
 
 def draws(generator: Generator, states: list[np.ndarray], count: int) -> np.ndarray:
