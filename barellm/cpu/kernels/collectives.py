@@ -17,7 +17,7 @@ Arrays = list[tuple[int, np.ndarray]]  # with their destination or source rank
 
 
 def sum_over_ranks(k, y, own, others, n, *, rank, count) -> None:
-    """;;Of a reduce-scatter: y (n) = the sum of all ranks' gradients, in rank order;;; own (n), others (count - 1, n)."""
+    """The kernel of a reduce-scatter: y (n) = the sum of all ranks' gradients, own (n) and others (count - 1, n), in rank order."""
     for i, mask, put in loops.elementwise(k, n, y):
         terms = [others.load(n * j + i, mask) for j in range(count - 1)]
         terms.insert(rank, own.load(i, mask))

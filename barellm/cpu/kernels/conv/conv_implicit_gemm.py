@@ -22,6 +22,9 @@ from barellm.program.integers import ceil_div, round_up
 
 KC = 288  # depth of a K block: with the pixels of a register tile it stays in L1
 NC = 352  # pixels of a work item, about, for all of which a is read once; with a K block's channels they take 150 KB
+STALLS = 1.2  # on loads, of a tile of one vector: measured
+PACKING_ROWS = 4  # packing takes about as long as multiplying so many rows of the filters
+FEW_PIXELS = 0.02  # more time where a is read for few pixels
 MC = 256  # rows of a whose K block is multiplied with all of these pixels before the next ones
 
 
@@ -67,9 +70,9 @@ def select_blocking(isa: ISA, geometry: ConvGeometry, images: int, threads: int)
         padded_rows = ceil_div(rows, b.tile.mr) * b.tile.mr
         items = ceil_div(total, b.lines) * b.column_blocks * groups * b.splits
         imbalance = round_up(items, threads) / items
-        stalls = 1.2 if b.tile.vectors == 1 else 1  # on its loads: measured
-        # Packing takes about as long as multiplying four rows of the filters. Where a is read for few pixels: 2 % more.
-        return pixel_tiles * tile_n * (padded_rows + 4 * b.splits) * imbalance * stalls * (1 + 0.02 * (pixels < NC // 2))
+        stalls = STALLS if b.tile.vectors == 1 else 1
+        few_pixels = 1 + FEW_PIXELS * (pixels < NC // 2)
+        return pixel_tiles * tile_n * (padded_rows + PACKING_ROWS * b.splits) * imbalance * stalls * few_pixels
 
     max_lines = max(1, min(total, NC * 3 // 2 // Q))
     return min((candidate(tile, lines) for tile in tiles(isa, "fp32") for lines in range(1, max_lines + 1)), key=cost)

@@ -14,6 +14,7 @@ Names: `n` is an image of the work item, `p` a position of it; `column` is an ou
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from barellm.cpu.gemm_config import Tile
 from barellm.cpu.kernel import ISA, Value
@@ -26,6 +27,8 @@ from barellm.program.integers import ceil_div, round_up
 MAX_POSITIONS = 2048  # of a work item, or a line: so often is each filter element used when it was read
 SUM_BYTES = 1 << 20  # of a work item: half of an L2 of 2 MB
 PACK_POSITIONS = 256  # of the lines that are packed at a time
+# Cycles, fitted: multiply-adds in one, an output's epilogue, packing an element, and elements of the filters read from L3 in one.
+MULTIPLY_ADDS, EPILOGUE, PACKING, L3_ELEMENTS = 800, 0.5, 0.4, 4
 KC = 576  # depth of a K block, about: one or two chunks of filters of 3 x 3
 
 
@@ -65,8 +68,8 @@ def select_blocking(isa: ISA, tile: Tile, use_amx: bool, geometry: im2col.ConvGe
         layout = b.layout(geometry)
         items = ceil_div(images, b.images) * ceil_div(P, b.lines) * groups * ceil_div(columns, b.columns)
         # Cycles of a work item: multiplying and the epilogue, packing the panel, and filters from L3.
-        work = layout.positions * b.images * b.columns * (depth * geometry.taps / 800 + 0.5)
-        work += 0.4 * depth * layout.size * len(layout.phases()) * b.images + depth * geometry.taps * b.columns / 4
+        work = layout.positions * b.images * b.columns * (depth * geometry.taps / MULTIPLY_ADDS + EPILOGUE)
+        work += PACKING * depth * layout.size * len(layout.phases()) * b.images + depth * geometry.taps * b.columns / L3_ELEMENTS
         return ceil_div(items, threads) * work
 
     def candidates(lines: int, num_images: int) -> list[Blocking]:
@@ -219,10 +222,7 @@ class ImplicitGemm:
         step is a tap of a chunk, whose byte offset in the panel is in `shifts`. `rows` positions are computed."""
         k, tile = self.k, self.blocking.tile
         pitch = 4 * k.lanes
-
-        def shift(step) -> Value:
-            return self._table_entry(self.shifts, step)
-
+        shift = partial(self._table_entry, self.shifts)
         steps = chunks * self.geometry.taps
         if self.blocking.use_amx:
             count = rows // amx.SIDE

@@ -20,6 +20,8 @@ from barellm.program.integers import ceil_div, round_up
 
 KC = 256  # positions of a K block, about: what a tile multiplies of them stays in L1 for all taps
 SUM_BYTES = 3 << 18  # of a work item
+# The cost model's unit is what a column of a K block costs to pack: multiply-adds in that time, and a row's packing (a copy).
+MULTIPLY_ADDS, ROW_COST = 400, 0.4
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,10 @@ def select_blocking(isa: ISA, tile: Tile, use_amx: bool, geometry: im2col.ConvGe
     num_images = max(1, min(images, KC // (P * pitch))) if lines == P else 1
 
     def cost(size: tuple[int, int]) -> float:
+        """A thread's estimated time: its share of the work items, in whole ones."""
         item_rows, columns = size
         items = groups * ceil_div(rows, item_rows) * ceil_div(geometry.channels, columns)
-        work = item_rows * columns * geometry.taps / 400 + 0.4 * item_rows + columns
+        work = item_rows * columns * geometry.taps / MULTIPLY_ADDS + ROW_COST * item_rows + columns
         return ceil_div(items, threads) * work
 
     sizes = [

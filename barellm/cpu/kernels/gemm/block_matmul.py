@@ -5,11 +5,13 @@ columns of the layout in fprop, block rows in dgrad. A segment's blocks form one
 to memory twice. The item's tokens, all of their depth, are copied into the thread's scratch (A), and stay in the L2 from segment to
 segment. Long segments are split (split-K), and their partial sums added in order."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from barellm.cpu.gemm_config import Tile
-from barellm.cpu.kernel import Lowering, Op, Tensor, lowering, part, weight_operand
+from barellm.cpu.kernel import Lowering, Op, Tensor, Value, Var, lowering, part, weight_operand
 from barellm.cpu.kernels.gemm import amx, block_tile, microkernel
 from barellm.cpu.kernels.gemm.packing import pack_b, pack_b_transposed
 from barellm.cpu.kernels.loops import accumulate, shape_of
@@ -64,38 +66,26 @@ def block_sparse_gemm(k, out, partials, x, packed, table, segments, skipped, ent
         mode) -> None:  # fmt: skip
     """The kernel: out (tokens, K) = x (tokens, C) @ the blocks that `table` (i32) lists for each segment: (target block column,
     slot or -1, first and last entry) of each segment, then `skipped` numbers, then of each of `entries` entries its block row of x,
-    then its block number in `packed` (`pack_blocks`). Partial sums of split segments go to `partials` (tokens, slots * block) fp32.
-    `grain`: work items taken at a time."""
+    then its block number in `packed` (`pack_blocks`). Sums of split segments go to `partials` (tokens, slots * block) fp32.
+    `grain`: items taken at a time."""
     C, K, block, slots = shape.C, shape.K, shape.block, shape.slots
     k.use(block_tile.isa_of(k.isa, block))
     tiling = block_tile.Tiling.of(k.isa, x.dtype, block)
-    rows = tiling.rows
-    others = segments * 4 + skipped
+    rows, first_entry = tiling.rows, segments * 4 + skipped
     height, tokens = tile_tokens(tiling, C), k.num_elements(dims, inner)
     total = k.ceil_div(tokens, height) * segments
-    wide, x_tile_number = x.dtype != "fp32" and tiling.pair == 1, k.var(-1)
-    x_tile, stride = k.thread_scratch("fp32" if wide else x.dtype), own_stride(tiling, C)
-
-    def put(dst, values, mode: str) -> None:
-        for v, value in enumerate(values):
-            dst.store(accumulate(k, dst, v * k.lanes, None, value, mode), v * k.lanes)
-
-    sums = x_tile.at(height * stride).as_dtype("fp32")  # of tiles
+    x_tile_number = k.var(-1)
+    x_tile, stride = k.thread_scratch("fp32" if tiling.pair == 1 else x.dtype), own_stride(tiling, C)
+    sums = x_tile.at(height * stride).as_dtype("fp32")  # of AMX tiles
     grain = k.max(k.min(grain, total // (k.threads * 8)), 1)
     with amx.tile_registers(k, tiling.tiles), k.parallel_range(total, grain) as (begin, end), k.loop(begin, end) as unit:
         number, segment = unit // segments, unit % segments
         target, slot, first, last = (table.get(segment * 4 + i) for i in range(4))
         row = number * height
         count = k.min(tokens - row, height)
-        # Copy the rows of x of this tile of tokens, unless the item before had the same.
-        with k.when(x_tile_number.value.differs(number)), k.loop(0, count) as t:
+        with k.when(x_tile_number.value.differs(number)), k.loop(0, count) as t:  # unless the item before had the same tokens
             x_tile_number.value = number
-            for c, mask in k.columns(C):
-                source, dst = x.at((row + t) * C), x_tile.at(t * stride)
-                if wide:
-                    dst.store(source.load(c, mask), c, mask)
-                else:
-                    dst.store_raw(source.load_raw(c, mask), c, mask)
+            copy_token(k, x_tile, x, t, row, stride=stride, C=C)
         # Each strip of nr columns of the target block, for each register tile of rows.
         with k.loop(0, tiling.strips) as i, k.loop(0, count, rows) as t:
             dst = out.at((row + t) * K + target * block + i * tiling.nr)
@@ -105,7 +95,7 @@ def block_sparse_gemm(k, out, partials, x, packed, table, segments, skipped, ent
             if tiling.tiles:
                 amx.load_accumulators(k, sums, None, row=SUMS_ROW)
             with k.loop(first, last) as entry:
-                skip, block_number = table.get(others + entry) * block, table.get(others + entries + entry)
+                skip, block_number = table.get(first_entry + entry) * block, table.get(first_entry + entries + entry)
                 panel = packed.at((block_number * tiling.strips + i) * (block // tiling.pair * tiling.nr))
                 left = x_tile.at(t * stride + skip)
                 if tiling.tiles:
@@ -113,23 +103,41 @@ def block_sparse_gemm(k, out, partials, x, packed, table, segments, skipped, ent
                 else:
                     operand = block_tile.broadcast(k, [left.at(r * stride) for r in range(rows)], 1, tiling.pair)
                     block_tile.multiply_accumulate(k, acc, operand, panel, block // tiling.pair, tiling.pair)
-
-            def finish(r, values, dst=dst, t=t, i=i) -> None:
-                """Row r of the tile goes to out, or as a partial sum to the segment's slot."""
+            for r, values in finished_rows(k, tiling, acc, sums, t, count):  # to out, or to the segment's slot
                 with k.when(slot < 0) if slots else nullcontext():
-                    put(dst.at(r * K), values, mode)
+                    store_row(k, dst.at(r * K), values, mode)
                 if slots:
                     with k.when(slot >= 0):
                         at = (row + t + r) * (slots * block) + slot * block + i * tiling.nr
-                        put(partials.at(at), values, "store")
+                        store_row(k, partials.at(at), values, "store")
 
-            if tiling.tiles:
-                amx.store_accumulators(k, sums, row=SUMS_ROW)
-                with k.loop(0, k.min(count - t, rows)) as r:
-                    finish(r, [sums.load(r * tiling.nr + v * k.lanes) for v in range(tiling.vectors)])
-            for r, values in enumerate([[v.value for v in line] for line in acc]):
-                with k.when(t + r < count):
-                    finish(r, values)
+
+def copy_token(k, x_tile, x, t, first, *, stride: int, C: int) -> None:
+    """Row t of x_tile (row stride `stride`) = row first + t of x (tokens, C), as it is or converted to fp32."""
+    for c, mask in k.columns(C):
+        source, dst = x.at((first + t) * C), x_tile.at(t * stride)
+        if dst.dtype != source.dtype:
+            dst.store(source.load(c, mask), c, mask)
+        else:
+            dst.store_raw(source.load_raw(c, mask), c, mask)
+
+
+def finished_rows(k, tiling: block_tile.Tiling, acc: list[list[Var]], sums, t, count) -> Iterator[tuple[Any, list[Value]]]:
+    """`for row, values in ...`: the accumulators of a register tile's rows, of the tile from row t on those before `count`: from
+    `acc`, or on AMX by way of `sums` [row][nr] fp32 in scratch."""
+    if tiling.tiles:
+        amx.store_accumulators(k, sums, row=SUMS_ROW)
+        with k.loop(0, k.min(count - t, tiling.rows)) as r:
+            yield r, [sums.load(r * tiling.nr + v * k.lanes) for v in range(tiling.vectors)]
+    for r, values in enumerate([[v.value for v in line] for line in acc]):
+        with k.when(t + r < count):
+            yield r, values
+
+
+def store_row(k, dst, values, mode: str) -> None:
+    """The vectors `values` to dst, one after the other, stored or added (`mode`)."""
+    for v, value in enumerate(values):
+        dst.store(accumulate(k, dst, v * k.lanes, None, value, mode), v * k.lanes)
 
 
 def add_partials(k, out, partials, table, segments, cuts, *, dims, inner, shape: BlockShape, mode) -> None:

@@ -57,7 +57,7 @@ def append_decode(c: Lowering, name: str, codes: Tensor) -> Tensor:
     return t
 
 
-def append_gemm(c: Lowering, out: Tensor, a: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], *, transposed: bool,
+def append_fp8_gemm(c: Lowering, out: Tensor, a: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], *, transposed: bool,
         mode: str) -> None:  # fmt: skip
     """Append out = a @ weight with the `scales` (1) of both, of FP8 operands that are decoded first: fprop (`transposed`: weight
     (N, K) is read as (cols, depth)) or dgrad."""
@@ -74,13 +74,13 @@ def append_gemm(c: Lowering, out: Tensor, a: Tensor, weight: Tensor, scales: tup
 
 @lowering("scaled_matmul", also={"x": EIGHTS, "weight": EIGHTS})
 def scaled_matmul(op: Op, c: Lowering) -> None:
-    append_gemm(c, op.y, op.x, op.weight, (op.x_scale, op.weight_scale), transposed=False, mode="store")
+    append_fp8_gemm(c, op.y, op.x, op.weight, (op.x_scale, op.weight_scale), transposed=False, mode="store")
 
 
 @lowering("scaled_matmul_dx", adds="dx", also={"dy": EIGHTS, "weight": EIGHTS})
 def scaled_matmul_dx(op: Op, c: Lowering) -> None:
     scales = op.dy_scale, op.weight_scale
-    append_gemm(c, op.dx, op.dy, op.weight, scales, transposed=True, mode=op.modes["dx"])
+    append_fp8_gemm(c, op.dx, op.dy, op.weight, scales, transposed=True, mode=op.modes["dx"])
 
 
 @lowering("scaled_matmul_dw", starts="dweight", also={"x": EIGHTS, "dy": EIGHTS})

@@ -26,7 +26,7 @@ def quantized_skinny_gemm(k, out, second, x, codes, scales, bias, other, *, cols
         dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str,
         strides: tuple[tuple[str, int], ...] = ()) -> None:  # fmt: skip
     """The kernel: out (rows, cols) = x (rows, depth) @ weight, then the `epilogues`, for FEW rows at most; nothing if a run has
-    more. `codes`, `scales`: the weight (cols, depth) ;of scheme `weights`;; the rest as in `gemm.gemm`."""
+    more. `codes`, `scales`: the weight (cols, depth), of quantization scheme `weights`; the rest as in `gemm.gemm`."""
     rows, row_strides = k.num_elements(dims, inner), dict(strides)
     make_epilogue = partial(epilogue.Epilogue, k, Tile(1, TILE // k.lanes), out, second, bias, other, cols=cols,
         epilogues=epilogues, mode=mode, bias_in_registers=False, strides=row_strides)  # fmt: skip

@@ -79,9 +79,9 @@ def pairs(k, begin, end) -> Pairs:
 
 
 def dithered_pairs(k, begin, end, key, origin) -> Pairs:
-    """As `pairs`, with random words (i32 lanes): [word, word] for a pair of vectors, [word] for one. ;A call of the generator
-    serves SHARED_WIDTH elements, a block;; `begin` starts a block, and so does `origin`, the tensor's element that these begin with
-    (a rank's shard). The next block's words, a chain of 80 operations, are computed between this one's vectors (pipelining)."""
+    """As `pairs`, with random words (i32 lanes): [word, word] for a pair of vectors, [word] for one. A call of the generator serves
+    a block of SHARED_WIDTH elements; `begin` starts a block, and so does `origin`, the tensor's element that these begin with (a
+    rank's shard). The next block's words, a chain of 80 operations, are computed between this one's vectors (pipelining)."""
     width, vectors = random.SHARED_WIDTH, random.SHARED_WIDTH // k.lanes
     *_, first_words = random.shared_words(k, key, (origin + begin) // width)
     next_words = [k.var(word) for word in first_words]

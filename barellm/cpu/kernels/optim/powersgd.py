@@ -102,44 +102,58 @@ def reflect(k, x, v, tau, n: int) -> None:
 
 
 def householder(k, y, x, work, taus, *, n, rank) -> None:
-    """y (rank, n) = an orthonormal basis of the columns of x (rank, n): the Q of Householder QR (as LAPACK's geqrf and orgqr), on
-    one thread; other threads take other matrices. `work` (rank, n) gets the columns of x, scaled so that squares neither vanish nor
-    overflow, and then the reflection vectors v; `taus` (rank) their factors."""
+    """The kernel: y (rank, n) = an orthonormal basis of the columns of x (rank, n): the Q of Householder QR (as LAPACK's geqrf and
+    orgqr), on one thread; other threads take other matrices. `work` (rank, n) fp32 gets the columns of x, scaled, and then the
+    reflection vectors v; `taus` (rank) their factors."""
     with k.parallel_for(1):
-        with k.loop(0, rank) as j:
-            column, largest = x.at(j * n), k.var_vec(0.0)
-            for i, mask, _ in vectors(k, 0, n):
-                value = column.load(i, mask)
-                largest.value = k.max(k.max(value, -value), largest.value)
-            max_abs = k.maximum(largest.value)
-            scale, dst = k.splat(k.select(max_abs > LEAST, 1.0 / max_abs, 1.0)), work.at(j * n)
-            for i, mask, _ in vectors(k, 0, n):
-                dst.store(column.load(i, mask) * scale, i, mask)
-        # Factor (geqrf): the reflection of column j, as `program.ops.optim.powersgd.reflection`, applied to all later columns.
-        with k.loop(0, rank) as j:
-            v = work.at(j * n)
-            squares, alpha = dot(k, v, v, j + 1, n), v.get(j)
-            norm = k.sqrt(k.fma(alpha, alpha, squares))
-            beta, none = k.select(alpha < 0.0, norm, -norm), squares.equals(0.0)
-            tau, inverse = (beta - alpha) / beta, k.splat(k.select(none, 0.0, 1.0 / (alpha - beta)))
-            for i, mask, _ in vectors(k, j + 1, n):
-                v.store(v.load(i, mask) * inverse, i, mask)
-            for i, mask, _ in vectors(k, 0, j):
-                v.store(0.0, i, mask)
-            v.put(1.0, j)
-            taus.put(k.select(none, 0.0, tau), j)
-            with k.loop(j + 1, rank) as later:
-                reflect(k, work.at(later * n), v, taus.get(j), n)
-        # Form Q (orgqr): the reflections, last first, applied to unit vectors; number `last` changes none before its own.
-        with k.loop(0, rank) as j:
-            dst = y.at(j * n)
-            for i, mask, _ in vectors(k, 0, n):
-                dst.store(0.0, i, mask)
-            y.put(1.0, j * n + j)
-        with k.loop(0, rank) as back:
-            last = (rank - 1) - back
-            with k.loop(last, rank) as j:
-                reflect(k, y.at(j * n), work.at(last * n), taus.get(last), n)
+        scale_columns(k, work, x, n, rank)
+        factor_columns(k, work, taus, n, rank)
+        form_q(k, y, work, taus, n, rank)
+
+
+def scale_columns(k, work, x, n: int, rank: int) -> None:
+    """work = the columns of x, each divided by its largest magnitude, so that squares neither vanish nor overflow."""
+    with k.loop(0, rank) as j:
+        column, largest = x.at(j * n), k.var_vec(0.0)
+        for i, mask, _ in vectors(k, 0, n):
+            value = column.load(i, mask)
+            largest.value = k.max(k.max(value, -value), largest.value)
+        max_abs = k.maximum(largest.value)
+        scale, dst = k.splat(k.select(max_abs > LEAST, 1.0 / max_abs, 1.0)), work.at(j * n)
+        for i, mask, _ in vectors(k, 0, n):
+            dst.store(column.load(i, mask) * scale, i, mask)
+
+
+def factor_columns(k, work, taus, n: int, rank: int) -> None:
+    """geqrf: each column j of work becomes the vector v of its reflection (v[j] = 1, zero before; taus[j]: its factor), as
+    `program.ops.optim.powersgd.reflection`, which is applied to all later columns."""
+    with k.loop(0, rank) as j:
+        v = work.at(j * n)
+        squares, alpha = dot(k, v, v, j + 1, n), v.get(j)
+        norm = k.sqrt(k.fma(alpha, alpha, squares))
+        beta, none = k.select(alpha < 0.0, norm, -norm), squares.equals(0.0)
+        tau, inverse = (beta - alpha) / beta, k.splat(k.select(none, 0.0, 1.0 / (alpha - beta)))
+        for i, mask, _ in vectors(k, j + 1, n):
+            v.store(v.load(i, mask) * inverse, i, mask)
+        for i, mask, _ in vectors(k, 0, j):
+            v.store(0.0, i, mask)
+        v.put(1.0, j)
+        taus.put(k.select(none, 0.0, tau), j)
+        with k.loop(j + 1, rank) as later:
+            reflect(k, work.at(later * n), v, taus.get(j), n)
+
+
+def form_q(k, y, work, taus, n: int, rank: int) -> None:
+    """orgqr: y = the reflections, last first, applied to unit vectors; number `last` changes none before its own."""
+    with k.loop(0, rank) as j:
+        dst = y.at(j * n)
+        for i, mask, _ in vectors(k, 0, n):
+            dst.store(0.0, i, mask)
+        y.put(1.0, j * n + j)
+    with k.loop(0, rank) as back:
+        last = (rank - 1) - back
+        with k.loop(last, rank) as j:
+            reflect(k, y.at(j * n), work.at(last * n), taus.get(last), n)
 
 
 @lowering("householder", floats="fp32", also={"x": "bf16"}, spans="x")

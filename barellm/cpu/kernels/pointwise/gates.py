@@ -47,7 +47,7 @@ def lower_gate_logits(op: Op, c: Lowering) -> None:
 def gate_logits_backward(k, partials, dx, dextra, dz, x, extra, weight, *, N, widths, strides, dstrides, modes, dims,
         inner) -> None:  # fmt: skip
     """The kernel: [dx, dextra] = dz @ weight, and partials (chunks, N, K) fp32 = dz^T @ [x, extra] of each chunk of rows, in one
-    pass. Sums of few gates stay in registers, of many in L1. ;`strides`: of x, extra;; `dstrides`, `modes`: of dx, dextra."""
+    pass. Sums of few gates stay in registers, of many in L1. `strides`: of x, extra; `dstrides`, `modes`: of dx, dextra."""
     K = sum(widths)
     starts = [sum(widths[:i]) for i in range(len(widths))]
     vectors = [(i, c, mask) for i, columns in enumerate(widths) for c, mask in k.columns(columns)]

@@ -49,8 +49,8 @@ class Squares:
 def transpose_tiles(k, y, x, rows: int, columns: int, *, side: int, inner: Square, edge: Square, adds: bool) -> None:
     """Transpose tiles of x (rows, columns) into y (columns, rows) in parallel, by squares of `side` elements: inner(r, c) for a
     full square at x[r, c], edge(r, c) for a partial one. Software prefetches, because no hardware prefetcher follows so many rows:
-    ;of long rows what is to their right, else the square below;; with `adds` (y is read too) also what squares to the right will
-    read of y. Long rows take two squares at a time: rows of y are short then, and parts of two lines are written together."""
+    for long rows of what is to their right, else of the square below; with `adds` (y is read too) also of what squares to the right
+    read of y. Long rows take two squares at a time: rows of y are short then, and parts of two cache lines are written together."""
     long = columns > rows
     strip, next_read = (2 * side, PREFETCH_LINES * loops.LINE // x.itemsize) if long else (side, side * columns)
     height, width = STRIPS * side, WIDTH // x.itemsize
