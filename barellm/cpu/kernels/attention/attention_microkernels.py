@@ -220,8 +220,7 @@ def transpose_accumulator(k, g, transposed, dst, factor) -> None:
 
 
 def unpack_tile(k, g, rows, count, dst, factor, add=None) -> None:
-    """dst (count, D) in memory, converted to its dtype, = `factor` times fp32 rows [count][g.padded_D], plus the old dst where
-    `add` (i1)."""
+    """dst (count, D) in memory, of any dtype, = `factor` times fp32 rows [count][g.padded_D], plus the old dst where `add` (i1)."""
     with k.loop(0, count) as t:
         row, target = rows.at(t * g.padded_D), dst[t]
         for c, mask in k.columns(g.D):

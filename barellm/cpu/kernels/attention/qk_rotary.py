@@ -218,7 +218,7 @@ def qk_rotary_backward(k, dx, dy, x, rstd, cos, sin, *, strides, lines, mode_dx,
 
 def unshift_upper_half(heads: HeadLoop, dn, row, t) -> None:
     """Replace the upper half of `dn`, the vectors of a head's gradient at position t, by that of the next position, or by zero at
-    the last one. Position 0 keeps its own as well, because it has no position before. `row`: the head in dy."""
+    the last one. Position 0 keeps its own as well. `row`: the head in dy."""
     k, upper = heads.k, heads.vectors(heads.half, heads.D)
     moved = new_accumulators(k, len(upper))
     with k.when(t + 1 < heads.T):

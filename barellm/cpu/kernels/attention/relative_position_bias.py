@@ -129,8 +129,8 @@ class RelativePositionBias:
 
     def backward(self, block_distance, i, query, dq) -> None:
         """dq [D][queries] fp32 += R^T dB (before scaling) and s["dr"] [distance][g.padded_D] fp32 += dB Q, for packed block i of
-        keys and the group of queries from `query` of its block on. dB is dS along diagonals: from s["ds_padded"], that `record_ds`
-        filled, to s["dbias"] (units along the queries) and s["dbias_vnni"] (distances)."""
+        keys and the group of queries from `query` of its block on. dB is dS along diagonals, s["ds_padded"] from `record_ds`, as
+        s["dbias"] (units along the queries) and s["dbias_vnni"] (distances)."""
         k, g, s = self.k, self.g, self.s
         rows = self.block + 2 * g.queries
         zero, begin, end = self.window(block_distance, query)  # `zero`: the distance of row 0 of the tile

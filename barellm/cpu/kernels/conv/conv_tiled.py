@@ -177,8 +177,7 @@ def tiled_wgrad_gemm(k, products, dy, x, first, limit, *, images: Images, geomet
         tile_n: int) -> None:  # fmt: skip
     """The kernel: products (positions, groups rows, columns) fp32 = dy (blocks, groups, positions, rows, tile_n) @ x (blocks,
     groups, positions, columns, tile_n)^T, both written by input transforms, summed over blocks and tile_n; plus the old products
-    but for the first K block of blocks [first, first + limit). `columns`: input channels of a group; the outputs of `geometry` are
-    tiles."""
+    but for the first K block of blocks [first, first + limit). `columns`: a group's input channels."""
     groups, rows, columns = geometry.groups, geometry.rows, geometry.channels
     total = k.num_elements(*images) * (geometry.output_size[0] * geometry.output_size[1])
     blocks = k.max(k.min(k.ceil_div(total, tile_n) - first, limit), 0)

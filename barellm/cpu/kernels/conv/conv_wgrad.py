@@ -34,8 +34,7 @@ class Blocking:
 
 
 def select_blocking(isa: ISA, geometry: ConvGeometry, images: int) -> Blocking:
-    """Even blocks of about MC x NC, and K blocks of about KC pixels. K blocks depend on the shape alone, for they are the order of
-    summation."""
+    """Even blocks of some MC x NC, K blocks of some KC pixels. These depend on the shape alone: they are the order of summation."""
     (P, Q), rows = geometry.output_size, geometry.rows
     channels = min(geometry.channels, max(1, NC // geometry.taps))
     lines = max(1, min(KC // Q, images * P))
@@ -87,8 +86,7 @@ class WeightGradient:
 
     def __init__(self, k, dw, dy, x, *, images: Images, geometry: ConvGeometry, blocking: Blocking, mode: str) -> None:
         """dw (groups rows, channels taps) fp32, dy (N, groups rows, P, Q), x (N, groups channels, H, W). Scratch: the im2col panel
-        first, which lays out its own tables and lines, then `packed_dy` [row][pitch], then the partial `sums` [row][depth][lanes]
-        fp32."""
+        with its tables and lines, then `packed_dy` [row][pitch], then the partial `sums` [row][depth][lanes] fp32."""
         self.k, self.dw, self.dy, self.geometry, self.blocking, self.mode = k, dw, dy, geometry, blocking, mode
         self.groups, self.rows = geometry.groups, geometry.rows
         layout, scratch = ScratchLayout(k.isa, geometry, blocking), k.thread_scratch()

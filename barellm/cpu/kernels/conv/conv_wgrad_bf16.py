@@ -26,8 +26,7 @@ MULTIPLY_ADDS, ROW_COST = 400, 0.4
 
 @dataclass(frozen=True)
 class Blocking:
-    """A work item owns the gradients of `rows` output channels x `columns` input channels. A K block is `lines` lines of `images`
-    images."""
+    """A work item owns the gradients of `rows` output channels x `columns` input channels. A K block: `lines` lines of `images`."""
 
     tile: Tile
     use_amx: bool
@@ -119,9 +118,8 @@ class WeightGradient:
             self._store_gradients()
 
     def _pack_k_block(self, image, num_images, line) -> None:
-        """Pack a K block: the lines from `line` on of `num_images` images from `image` on. dy as polyphase planes, a row for each
-        output channel; x as planes, and from these, transposed, pairs of positions [pair][tile_n][2] for each parity
-        (`_packed_x`)."""
+        """Pack a K block: the lines from `line` on of `num_images` images from `image` on. dy as polyphase planes, a row an output
+        channel; x as planes, and from these, transposed, pairs of positions [pair][tile_n][2] for each parity (`_packed_x`)."""
         k, lanes = self.k, self.k.lanes
         with k.loop(0, num_images) as n:
             self.dy.seek(image + n, self.group, self.row, line)
@@ -141,8 +139,7 @@ class WeightGradient:
                             dst.store_raw(value, (pair + i) * self.tile_n + v)
 
     def _packed_x(self, block, n, parity: int) -> Pointer:
-        """The packed x, [pair][tile_n][2], of a column block of image n of the K block, in pairs that begin at positions of
-        `parity`."""
+        """The packed x, [pair][tile_n][2], of a column block of image n of the K block, in pairs that begin at `parity`."""
         number = (block * self.blocking.images + n) * len(self.scratch.parities) + self.scratch.parities.index(parity)
         return self.panel.as_dtype("i32").bytes(number * self.scratch.copy)
 
@@ -153,8 +150,7 @@ class WeightGradient:
         return self.sums.bytes(tile * (4 * self.blocking.tile.mr * self.tile_n))
 
     def _macro_kernel(self, num_images, add_previous) -> None:
-        """The sums of all tiles and taps over a K block, plus those before where `add_previous` (i1). A tap's operand is the packed
-        x, shifted."""
+        """The sums of all tiles and taps over a K block, plus those before where `add_previous` (i1). A tap is a shift of x."""
         k, tile = self.k, self.blocking.tile
         with k.loop(0, self.num_columns, self.tile_n) as c, k.loop(0, self.num_rows, tile.mr) as r:
             for t, shift in enumerate(self.layout.shifts()):
@@ -182,8 +178,7 @@ class WeightGradient:
                 microkernel.rank1_update(k, acc, load_dy, right, u, True)
 
     def _store_gradients(self) -> None:
-        """The epilogue: the sums of a row, [tap][column] fp32, are transposed to dw's layout, [column][tap], and stored or
-        added."""
+        """The epilogue: the sums of a row, [tap][column] fp32, are transposed to dw's, [column][tap]."""
         k, lanes, taps, C = self.k, self.k.lanes, self.geometry.taps, self.geometry.channels
         rows = self.blocking.tile.mr
         with k.loop(0, self.num_rows) as r, k.loop(0, self.num_columns, lanes) as c:

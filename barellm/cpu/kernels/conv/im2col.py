@@ -146,8 +146,7 @@ class LineBuffer:
                         dst.put(source.get(at), c - begin)
 
     def _fill_unrolled(self, dst, plane, row, begin: int, length: int) -> None:
-        """`fill` of a short line, dst, of `length` elements that begins at input column `begin`, known here: no loop exit to
-        mispredict."""
+        """`fill` of a short line, dst, of `length` elements from input column `begin`, known here: no loop to mispredict."""
         k, (H, W) = self.k, self.geometry.input_size
         low, high = max(begin, 0), min(begin + length, W)
         inside, zero = (row >= 0) & (row < H), k.to(0.0, k.vec)
@@ -267,8 +266,7 @@ class Im2colTiles(OutputLines):
 
 
 def panel_pitch(pixels: int, multiple: int) -> int:
-    """Elements from one depth to the next: an odd number of cache lines, so that a column of vectors has no conflict misses in
-    L1."""
+    """Elements from one depth to the next: an odd number of cache lines, so that columns have no conflict misses in L1."""
     padded = round_up(pixels, max(multiple, 16))
     return padded + 16 * (padded // 16 % 2 == 0)
 
@@ -290,9 +288,8 @@ class Im2colPanel(OutputLines):
         self.at = scratch.bytes(tables + round_up(4 * lines * self.lines.pitch, 64))
 
     def pack(self, channel, last, *, pixels=None, zero_vectors: int = 1) -> None:
-        """Make the im2col matrix [depth][pitch] fp32 of the channels [channel, last): load the lines of each channel and filter
-        row, and copy each tap's pixels from them. `zero_vectors` vectors of zeros follow the first `pixels` of each depth (None:
-        nothing)."""
+        """Make the im2col matrix [depth][pitch] fp32 of the channels [channel, last): load each channel's and filter row's lines,
+        copy each tap's pixels. `zero_vectors` vectors of zeros follow the first `pixels` of each depth (None: nothing)."""
         k, geometry, S = self.k, self.geometry, len(self.geometry.column_offsets)
         if not geometry.taps:
             return

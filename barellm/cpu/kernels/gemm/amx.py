@@ -49,8 +49,7 @@ def padded_a_bytes(depth: int) -> int:
 
 @dataclass(frozen=True)
 class TileA:
-    """A, two tiles of it a step: rows `stride` bytes apart, the second tile `below` bytes after the first, the next step `step`
-    bytes further."""
+    """A, two tiles of it a step: rows `stride` bytes apart, the second tile `below` bytes after the first, the next step `step`."""
 
     pointer: Pointer
     stride: int
@@ -63,8 +62,7 @@ def row_major(pointer, stride: int) -> TileA:
 
 
 def configure(k) -> None:
-    """LDTILECFG: all eight tile registers at full size. Per-thread state: a kernel configures first and calls `release` at its
-    end."""
+    """LDTILECFG: all eight tile registers at full size. Per-thread state: a kernel configures first, and releases."""
     config = Pointer(k, k.alloca("i64", 8), "i64")
     rows = int.from_bytes(bytes([SIDE] * 8), "little")
     columns = 4 * SIDE * 0x0001000100010001
@@ -169,9 +167,8 @@ def _accumulator_address(out, i: int, j: int, row: int) -> tuple[tuple[str, str]
 
 
 def gemm_accumulate(k, out, left: TileA, right, steps, *, rows: int, cols: int, begins: bool = False) -> None:
-    """out [rows][cols] fp32 += A @ B over `steps` of TILE_K, or with `begins` out = A @ B; rows and cols are multiples of 32.
-    `left`: A's first 32 rows; `left.below` bytes from 16 rows to the next 16. `right`: B in VNNI layout, [TILE_K / 2 * steps][cols]
-    pairs."""
+    """out [rows][cols] fp32 += A @ B over `steps` of TILE_K, or with `begins` out = A @ B; rows, cols: multiples of 32. `left`: A's
+    first 32 rows; `left.below` bytes from 16 rows to the next 16. `right`: B in VNNI layout, [TILE_K / 2 * steps][cols] pairs."""
     row = 4 * cols
     for i0 in range(0, rows, MR):
         for j0 in range(0, cols, NR):
@@ -183,8 +180,8 @@ def gemm_accumulate(k, out, left: TileA, right, steps, *, rows: int, cols: int, 
 
 
 def _outer_product_step(k, left: TileA, b, row: int) -> None:
-    """One step of TILE_K: the accumulators (tile registers 0 to 3) += two tiles of A (4, 5) @ two of B (6, 7), whose rows are `row`
-    bytes apart."""
+    """A step of TILE_K: the accumulators (registers 0 to 3) += two tiles of A (4, 5) @ two of B (6, 7), of row pitch `row`
+    bytes."""
     for i in range(2):
         a = left.pointer.bytes(k.int(left.below) * i)
         intrinsic(k, "tileloadd64", 4 + i, ("ptr", a.ref), ("i64", str(left.stride)))

@@ -162,8 +162,7 @@ class CountTile:
 
     def store(self, y, first, end, column, *, N: int, columns: int, mode: str) -> None:
         """y (rows, N) = columns - 2 sums for rows from `first` on, below `end`, and the panel's columns, from `column` on, below N.
-        `columns`: signs of a row. Only a panel that reaches beyond the last column is stored with masks: those of AVX2 take ten
-        times as long."""
+        `columns`: signs of a row. Only a panel that reaches beyond the last column is stored with masks: AVX2's are slow."""
         k, tiling = self.k, self.tiling
         whole = column + tiling.columns <= N
         for r in range(tiling.rows):

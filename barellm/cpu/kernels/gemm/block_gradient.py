@@ -23,8 +23,7 @@ NEAR = 256  # KC: steps of both strips that stay in the L1
 
 
 def strip_units(tiling: Tiling) -> int:
-    """32-bit units from a strip to the next: one cache line of padding, for at a power of two strips would conflict in the
-    caches."""
+    """32-bit units from a strip to the next: one cache line of padding, for powers of two would conflict in caches."""
     return tiling.steps(CHUNK) * tiling.nr + 16
 
 
@@ -93,8 +92,7 @@ def block_sparse_wgrad(k, dweight, x, dy, places, count, row_begin, *, dtype, di
 
 @lowering("block_matmul_dw", starts="dweight", also={"places": "i32"})
 def lower_block_matmul_dw(op: Op, c: Lowering) -> None:
-    """Append, for chunks of CHUNK tokens: `pack_strips` of x and of dy, then `block_sparse_wgrad`, which adds their products to
-    dweight."""
+    """Append, for chunks of CHUNK tokens: `pack_strips` of x and of dy, then `block_sparse_wgrad` into dweight."""
     layout = op.layout
     block, tiling = layout.block, Tiling.of(c.isa, op.x.dtype, layout.block)
     strips: dict[str, Any] = {}

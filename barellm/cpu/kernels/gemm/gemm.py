@@ -50,7 +50,7 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
             self.pack_next(self.full_end - self.row_begin)  # one call a row: `prefetch` of the micro-kernel
         self.panel, self.a_rows = panel, self.a.at(self.k_block * self.kc)
         with k.loop(self.row_begin, self.full_end, tile.mr) as row:
-            self._full_tile(row)
+            self._multiply_tile(row, tile, None)
         if self.deferred_epilogue:
             any_tile = self.full_end > self.row_begin
             with k.when(any_tile if self.is_last_k is None else any_tile & self.is_last_k), k.loop(0, tile.mr) as r:
@@ -59,25 +59,17 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
             self.b_panels.commit()
         small = tile.tail()
         with k.loop(self.full_end, self.row_end, small.mr) as row:
-            self._partial_tile(row, small, k.min(self.row_end - row, small.mr))
+            self._multiply_tile(row, small, k.min(self.row_end - row, small.mr))
 
-    def _full_tile(self, row) -> None:
-        sums = self._microkernel(row, self.tile, None)
-        if self.accumulators is None:
-            self._epilogue_of_registers(row, sums)
-            return
-        self._store_accumulators(row, sums)
-        if not self.deferred_epilogue:
-            self._epilogue_of_rows(row, self.k.int(self.tile.mr))
-
-    def _partial_tile(self, row, small: Tile, count) -> None:
-        """`count` rows of the tile `small`; rows beyond the last recompute it."""
-        sums = self._microkernel(row, small, count)
+    def _multiply_tile(self, row, tile: Tile, count) -> None:
+        """The micro-kernel and the epilogue of a full tile (`count` None), or of `count` rows of a small one, from row `row` on."""
+        sums = self._microkernel(row, tile, count)
         if self.accumulators is None:
             self._epilogue_of_registers(row, sums, count)
             return
         self._store_accumulators(row, sums)
-        self._epilogue_of_rows(row, count)
+        if count is not None or not self.deferred_epilogue:
+            self._epilogue_of_rows(row, self.k.int(tile.mr) if count is None else count)
 
     def _microkernel(self, row, tile: Tile, count) -> list[list[Value]]:
         """The accumulators of `tile` from row `row` on, mr rows of fp32 vectors, this KC block's sums included. `count`: how many
@@ -87,9 +79,8 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
         load_a, tail = broadcast_a(k, self.a_rows.at(row * self.stride), rows, self.vnni, depth=self.depth, stride=self.stride)
         k_units = self.depth_here // 2 if self.vnni else self.depth_here
         c_init = (self.k_block > 0, self._accumulator_row(row, 0)) if self.k_blocks > 1 else None
-        overlapped = (
-            partial(self._overlap_with_microkernel, row) if count is None and (self.prefetch or self.overlap_packing) else None
-        )
+        overlaps = count is None and (self.prefetch or self.overlap_packing)
+        overlapped = partial(self._overlap_with_microkernel, row) if overlaps else None
         return microkernel(k, tile, load_a, self.panel, k_units, self.vnni, tail=tail, prefetch=overlapped, c_init=c_init,
             is_last_k=self.is_last_k)  # fmt: skip
 
@@ -122,7 +113,7 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
             for v, x in enumerate(values):
                 self._accumulator_row(row, 0).store(x, r * self.nr + v * self.k.lanes)
 
-    def _epilogue_of_registers(self, row, sums, count=None) -> None:
+    def _epilogue_of_registers(self, row, sums, count) -> None:
         """The epilogue of `count` rows, or all, from registers."""
         k = self.k
         for r, values in enumerate(sums):

@@ -91,8 +91,8 @@ def sum_values(values) -> Value:
 
 def log_sum_exp(k, logits, exponentials, valid: int, cap: Cap | None) -> tuple[Value, Value]:
     """(ln(sum(exp(z))), sum(exp(z - shift))) over the `valid` columns of a row of logits (V). The shift is the cap's scale, which
-    bounds z, or without a cap the row's maximum. `exponentials` [V] fp32 of scratch, if given, is filled with exp(z - shift) dz/dx
-    / steepness: divided by the second sum it is softmax times slope."""
+    bounds z, or without a cap the row's maximum. `exponentials` [V] fp32, if given, gets exp(z - shift) dz/dx / steepness: divided
+    by the second sum it is softmax times slope."""
     shift = highest(k, logits, valid) if cap is None else k.to(cap[0], "float")
     shift_vector = k.splat(shift)
 

@@ -20,8 +20,7 @@ def per_target_of(k, value, per_target: bool) -> Value:
     "entries": op.history.size, "per_number": float(np.float32(MARGIN / op.largest)), "first": float(op.first),
 })  # fmt: skip
 def delayed_scale(k, scale, history, *, entries, per_number, first) -> None:
-    """scale (1) = per_number * the history's maximum, per_number = margin / the format's largest number; `first` while that is
-    0."""
+    """scale (1) = per_number * the history's maximum, per_number = margin / the format's largest number; `first` if 0."""
     with k.parallel_for(1):
         top = k.float(0.0)
         for i in range(entries):
@@ -72,8 +71,8 @@ def power(k, exponent) -> Value:
 def round_floating(k, y, x, bias, *, denormals, per_target, dims, width) -> None:
     """The kernel: y = x (`per_target`: x / inv_targets), flat, rounded to a float of FRACTION bits and EXPONENTS exponents up to
     bias[0] (`float_bias`), half away from zero, saturating at the largest number; smaller numbers are denormals, or 0 without
-    `denormals`. Normal numbers are rounded in their bits: half a unit is added, and the rest cut off. For a denormal the fraction
-    of its (small) multiple of the unit is compared with a half, because a sum with a half could round."""
+    `denormals`. Normal numbers are rounded in their bits: half a unit is added, and the rest cut off. A denormal's (small) multiple
+    of the unit has its fraction compared with a half: a sum with a half could round."""
     top_exponent = k.op("i32", f"fptosi {bias.get(0).typed} to i32")
     largest = k.splat(((top_exponent + 127) << 23) | ((1 << 23) - (1 << DROPPED)))  # fp32 bits
     least = k.splat((top_exponent + (127 - EXPONENTS + 1)) << 23)  # of the least normal number
