@@ -174,7 +174,8 @@ class ImplicitGemm:
             self._pack_chunk(n, c, chunk + c)
         blocks = k.ceil_div(k.min(k.int(self.columns) - self.first_column, b.columns), self.tile_n)
         # Filters lie as [group][column block][chunk][tap][pair][tile_n][2] (conv_filter_packing.py).
-        filter_bytes = self.chunks * self.geometry.taps * 4 * b.pairs * self.tile_n  # of a column block
+        chunk_bytes = self.geometry.taps * 4 * b.pairs * self.tile_n
+        filter_bytes = self.chunks * chunk_bytes  # of a column block
         group_bytes = ceil_div(self.columns, self.tile_n) * filter_bytes
         with k.loop(0, self.num_images) as n:
             panel = self.panel.bytes(n * (b.chunks * self.scratch.chunk))
@@ -182,11 +183,8 @@ class ImplicitGemm:
             for begin, last, rows in ((0, end - end % b.tile.mr, b.tile.mr), (end - end % b.tile.mr, end, end % b.tile.mr)):
                 with k.loop(begin, last, b.tile.mr) as p, k.loop(0, blocks) as block:
                     dst = self.sums.bytes((block * b.images + n) * self.scratch.image + p * (4 * self.tile_n))
-                    filters = self.a.bytes(
-                        self.group * group_bytes
-                        + (self.first_column // self.tile_n + block) * filter_bytes
-                        + chunk * (self.geometry.taps * 4 * b.pairs * self.tile_n)
-                    )
+                    first_filter = self.group * group_bytes + (self.first_column // self.tile_n + block) * filter_bytes
+                    filters = self.a.bytes(first_filter + chunk * chunk_bytes)
                     add_previous = k_block > 0 if k_blocks > 1 else None
                     self._micro_kernel(dst, rows, panel.bytes(p * (4 * k.lanes)), filters, chunks, add_previous)
         is_last_k = k.when((k_block + 1).equals(k_blocks)) if k_blocks > 1 else nullcontext()

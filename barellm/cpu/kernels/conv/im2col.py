@@ -93,9 +93,8 @@ class OutputLines:
 
     def source(self, line) -> tuple[Value, Value]:
         """(offset in x, input row) of a line."""
-        plane, row = (
-            self.k.op("i64", f"load i64, ptr {p.bytes(line * 8).ref}, align 8") for p in (self.plane_table, self.row_table)
-        )
+        tables = (self.plane_table, self.row_table)
+        plane, row = (self.k.op("i64", f"load i64, ptr {p.bytes(line * 8).ref}, align 8") for p in tables)
         return plane, row
 
     def load(self, lines: LineBuffer, number, line, c, r) -> None:

@@ -16,9 +16,8 @@ def bigram_ids(k, ids, tokens, *, buckets, reserved, batch, seq) -> None:
     seq, modulus = k.size(seq), buckets - 1
 
     def store_hash(i, mask, before):
-        token_hash, before_hash = (
-            v * k.const(factor, k.ivec) for v, factor in zip((tokens.load(i, mask), before), HASH, strict=True)
-        )
+        factors = zip((tokens.load(i, mask), before), HASH, strict=True)
+        token_hash, before_hash = (v * k.const(factor, k.ivec) for v, factor in factors)
         rest = (token_hash ^ before_hash) % modulus  # srem: it has the sign of the dividend
         ids.store(k.select(rest < 0, rest + modulus, rest), i, mask)
 

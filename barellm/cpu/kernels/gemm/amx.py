@@ -24,6 +24,7 @@ MR = NR = 2 * SIDE  # of the micro-tile: four accumulators, 2 x 2 tile registers
 TILE_K = 2 * SIDE  # bf16 of a tile row: one step of the depth
 LINE = 4 * SIDE  # bytes of a row of a tile
 TILE_BYTES = SIDE * LINE
+A, B = 4, 6  # the first tile registers of A and of B, two each; 0 to 3 are the accumulators
 KC = 256  # such that a panel's KC block stays in the L1 while rows pass
 CORNERS = [(i, j) for i in range(2) for j in range(2)]  # accumulator 2 * i + j: rows from 16 i on, columns from 16 j on
 
@@ -154,10 +155,10 @@ def microkernel_column(k, out, count: int, left: Callable[[Value], Pointer], rig
     _init_accumulators(k, begun, lambda: transfer_accumulators("tileloadd64"))
     with k.loop(0, steps) as s:
         at = left(s)
-        intrinsic(k, "tileloadd64", 7, ("ptr", right.bytes(s * TILE_BYTES).ref), row)
-        for i in range(count):  # tile registers: 0 to 3 accumulators, 4 to 6 A, 7 B
-            intrinsic(k, "tileloadd64", 4 + i % 3, ("ptr", at.bytes(i * TILE_BYTES).ref), row)
-            intrinsic(k, "tdpbf16ps", i, 4 + i % 3, 7)
+        intrinsic(k, "tileloadd64", B + 1, ("ptr", right.bytes(s * TILE_BYTES).ref), row)
+        for i in range(count):  # A has three tile registers here, in turn, and B one
+            intrinsic(k, "tileloadd64", A + i % 3, ("ptr", at.bytes(i * TILE_BYTES).ref), row)
+            intrinsic(k, "tdpbf16ps", i, A + i % 3, B + 1)
     transfer_accumulators("tilestored64")
 
 
@@ -184,11 +185,11 @@ def _outer_product_step(k, left: TileA, b, row: int) -> None:
     bytes."""
     for i in range(2):
         a = left.pointer.bytes(k.int(left.below) * i)
-        intrinsic(k, "tileloadd64", 4 + i, ("ptr", a.ref), ("i64", str(left.stride)))
+        intrinsic(k, "tileloadd64", A + i, ("ptr", a.ref), ("i64", str(left.stride)))
         for j in range(2):
             if i == 0:
-                intrinsic(k, "tileloadd64", 6 + j, ("ptr", b.bytes(4 * SIDE * j).ref), ("i64", str(row)))
-            intrinsic(k, "tdpbf16ps", 2 * i + j, 4 + i, 6 + j)
+                intrinsic(k, "tileloadd64", B + j, ("ptr", b.bytes(4 * SIDE * j).ref), ("i64", str(row)))
+            intrinsic(k, "tdpbf16ps", 2 * i + j, A + i, B + j)
 
 
 def peak_loop(k, iterations) -> None:
@@ -198,7 +199,7 @@ def peak_loop(k, iterations) -> None:
         intrinsic(k, "tilezero", tile)
     with k.loop(0, iterations):
         for tile in range(4):
-            intrinsic(k, "tdpbf16ps", tile, 4 + tile // 2, 6 + tile % 2)
+            intrinsic(k, "tdpbf16ps", tile, A + tile // 2, B + tile % 2)
     release(k)
 
 

@@ -12,6 +12,7 @@ from barellm.program.integers import round_up
 
 MOST = 64  # rows of x
 NR = 64  # columns of a work item
+LAST = 7  # tile register
 UNROLLS = (1, 2, 4)  # tiles of the weight at a time where x is one tile wide, the best first
 WIDTHS = (amx.SIDE, amx.NR, MOST)  # rows of x as packed
 
@@ -91,14 +92,15 @@ class SkinnyGemmAmx:
                             k.prefetch(ahead.bytes(line), near=self.config.prefetch == 1)
                     b = self.x.bytes(s * (amx.LINE * width) + 4 * first)
                     for j in range(wide):
-                        amx.intrinsic(k, "tileloadd64", 7 - j, ("ptr", b.bytes(amx.LINE * j).ref), ("i64", str(4 * width)))
+                        amx.intrinsic(k, "tileloadd64", LAST - j, ("ptr", b.bytes(amx.LINE * j).ref), ("i64", str(4 * width)))
                     for i in range(high):
                         a = at.bytes((top + i * side) * 2 * self.depth + s * amx.LINE)
-                        # Tile registers: 0 to 3 are accumulators, from 7 downwards x, those between the weight.
-                        register = 4 + i % (4 - wide)
+                        register = amx.A + i % (
+                            LAST - amx.A + 1 - wide
+                        )  # x has `wide` tile registers, the last; the weight the others
                         amx.intrinsic(k, "tileloadd64", register, ("ptr", a.ref), ("i64", str(2 * self.depth)))
                         for j in range(wide):
-                            amx.intrinsic(k, "tdpbf16ps", i * wide + j, register, 7 - j)
+                            amx.intrinsic(k, "tdpbf16ps", i * wide + j, register, LAST - j)
                 for i in range(high):
                     for j in range(wide):
                         where = self.out.bytes(4 * ((top + i * side) * width + first + side * j))

@@ -121,9 +121,8 @@ def gated(k, y, base, x, z, factor, *, batch, seq, C, N, strides, scale, squash,
     T, D, stride = k.size(seq), C // N, dict(strides)
     rows, gates = k.size(batch) * T, k.thread_scratch()
     factor_scale, _ = gate_scale(k, factor, scale, squash=squash)
-    nontemporal = (
-        rows * (C * y.itemsize) > loops.STREAM_BYTES if mode_y == "store" and D % (loops.ROW_UNROLL * k.lanes) == 0 else None
-    )
+    whole_lines = D % (loops.ROW_UNROLL * k.lanes) == 0
+    nontemporal = rows * (C * y.itemsize) > loops.STREAM_BYTES if mode_y == "store" and whole_lines else None
     with k.parallel_range(rows, loops.row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         for c, mask, _ in loops.columns(k, N):
             gates.store(factor_scale * sigmoid(k, z.at(row * N).load(c, mask)), c, mask)
