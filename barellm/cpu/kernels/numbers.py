@@ -1,8 +1,12 @@
-"""Numbers that a call carries beside its addresses: a constant of an op that many ops with the same code do not share."""
+"""Numbers that a call carries beside its addresses: a constant of an op that many ops with the same code do not share. And what
+kernels that compute with the bits of fp32 know of it."""
 
 import struct
 
 from barellm.cpu.kernel import Value
+
+FP32_FRACTION, FP32_BIAS = 23, 127  # bits of the fraction; what is added to the exponent, whose bits lie above
+FP32_MAGNITUDE, FP32_INFINITY = 0x7FFFFFFF, 0x7F800000  # all bits but the sign; the bits of infinity
 
 
 def bits(value: float) -> int:

@@ -18,8 +18,7 @@ from barellm.program.integers import round_up
 
 def scratch_units(g, rate: float, length: int, *, shared: bool, bounded: bool, capped: bool) -> dict[str, int]:
     """Sizes of a BackwardHead's scratch blocks (32-bit units). fp32 accumulators: "dq" of `length` queries, "dk" and "dv"
-    [key][g.padded_D] of a block of keys, or (`shared`: grouped queries) of `length`. `bounded`: windows or documents; `capped`:
-    softcap."""
+    [key][g.padded_D] of a block of keys, or (`shared`: grouped queries) of `length`. `bounded`: windows or documents."""
     kv_length = round_up(length, micro.KEY_BLOCK) if shared else micro.KEY_BLOCK
     return {
         "rows": g.rows_units(g.queries),

@@ -34,7 +34,7 @@ class Blocking:
 
 
 def select_blocking(isa: ISA, geometry: ConvGeometry, images: int) -> Blocking:
-    """Even blocks of some MC x NC, K blocks of some KC pixels. These depend on the shape alone: they are the order of summation."""
+    """Even blocks of some MC x NC, and K blocks of some KC pixels, by the shape alone: they are the order of summation."""
     (P, Q), rows = geometry.output_size, geometry.rows
     channels = min(geometry.channels, max(1, NC // geometry.taps))
     lines = max(1, min(KC // Q, images * P))

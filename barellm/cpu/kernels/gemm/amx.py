@@ -181,8 +181,7 @@ def gemm_accumulate(k, out, left: TileA, right, steps, *, rows: int, cols: int, 
 
 
 def _outer_product_step(k, left: TileA, b, row: int) -> None:
-    """A step of TILE_K: the accumulators (registers 0 to 3) += two tiles of A (4, 5) @ two of B (6, 7), of row pitch `row`
-    bytes."""
+    """One step of TILE_K: the accumulators += two tiles of A @ two of B (VNNI), whose row pitch is `row` bytes."""
     for i in range(2):
         a = left.pointer.bytes(k.int(left.below) * i)
         intrinsic(k, "tileloadd64", A + i, ("ptr", a.ref), ("i64", str(left.stride)))

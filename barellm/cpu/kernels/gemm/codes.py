@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterator
 
 from barellm.cpu.kernel import Pointer, Value
+from barellm.cpu.kernels.numbers import FP32_BIAS, FP32_FRACTION
 from barellm.program.quantization import BLOCK, TILE, Scheme
 
 LOOK_UPS = {16: "llvm.x86.avx512.pshuf.b.512", 8: "llvm.x86.avx2.pshuf.b"}  # by lanes; of 4 lanes NEON alone has one
@@ -105,4 +106,4 @@ class Scales:
     def powers(self, tile, column) -> Value:
         """The powers of two by which all scales of these columns are multiplied."""
         k = self.k
-        return k.bitcast((k.to(self.load(tile, self.groups, column), k.ivec) + 127) << 23, k.vec)
+        return k.bitcast((k.to(self.load(tile, self.groups, column), k.ivec) + FP32_BIAS) << FP32_FRACTION, k.vec)

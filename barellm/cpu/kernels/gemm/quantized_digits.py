@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.kernels.gemm import packing, quantized_few
 from barellm.cpu.kernels.gemm.codes import LOOK_UPS
+from barellm.cpu.kernels.numbers import FP32_FRACTION, FP32_MAGNITUDE
 from barellm.program.integers import ceil_div, round_up
 from barellm.program.quantization import BLOCK, TILE, Scheme, scheme
 
@@ -21,7 +22,6 @@ WHOLE_ROW = 64  # elements of a group of x where the weight has a scale for a wh
 BITS = {2: 14, 3: 22}
 BASE = 256  # of digits: each is a byte
 LEAST_EXPONENT = 32  # of fp32's field: smaller groups are rounded as if they reached 2^-95
-FRACTION, MAGNITUDE = 23, 0x7FFFFFFF  # of fp32: bits of the fraction, and all bits but the sign
 LANE = 4  # bytes that the instruction adds up
 # Formats whose products are faster with numbers in registers (quantized_few.py), by instruction set: Zen 4 starts a product of
 # pairs of bf16 as often as one of bytes, and has two ports that shuffle, where a Xeon has one (speeds: docs/quantization.md).
@@ -111,16 +111,16 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
             mask = k.mask_first(self.depth - (first + v)) if self.depth % self.group else None
             numbers.append(x.load(first + v, mask))
         # The largest magnitude gives the group's exponent: the integer order of fp32 bits is that of magnitudes.
-        magnitudes = [k.bitcast(x, k.ivec) & MAGNITUDE for x in numbers]
+        magnitudes = [k.bitcast(x, k.ivec) & FP32_MAGNITUDE for x in numbers]
         largest = magnitudes[0]
         for magnitude in magnitudes[1:]:
             largest = k.max(largest, magnitude)
-        field = k.maximum(largest) >> FRACTION  # fp32's biased exponent; 255: infinity or NaN
+        field = k.maximum(largest) >> FP32_FRACTION  # fp32's biased exponent; 255: infinity or NaN
         exponent = k.max(field, LEAST_EXPONENT) + (1 - bits)  # biased, of the fixed-point unit
         infinite = field > 254
-        scale = k.op("float", f"bitcast i32 {(exponent << FRACTION).ref} to float") * self.integers.unit
+        scale = k.op("float", f"bitcast i32 {(exponent << FP32_FRACTION).ref} to float") * self.integers.unit
         k.line(f"store float {k.select(infinite, float('nan'), scale).ref}, ptr {self._scale(row, group).ref}, align 4")
-        times = k.splat(k.op("float", f"bitcast i32 {((254 - exponent) << FRACTION).ref} to float"))  # 1 / the unit
+        times = k.splat(k.op("float", f"bitcast i32 {((254 - exponent) << FP32_FRACTION).ref} to float"))  # 1 / the unit
         sums: list[Value | None] = [None] * self.count
         for v, number in enumerate(numbers):
             rest = k.op(k.ivec, f"fptosi {k.call(f'llvm.rint.v{k.lanes}f32', k.vec, number * times).typed} to {k.ivec}")

@@ -3,7 +3,7 @@
 from operator import add
 
 from barellm.cpu.kernel import Lowering, Op, Value, kernel, lowering
-from barellm.cpu.kernels.loops import exceeds_caches, row_grain, shape_of, write_row
+from barellm.cpu.kernels.loops import exceeds_caches, pieces, row_grain, shape_of, write_row
 from barellm.cpu.kernels.loss.cross_entropy import highest, sum_of
 from barellm.cpu.kernels.norm.layernorm import row_sums
 from barellm.cpu.lang.vector import exp
@@ -81,18 +81,14 @@ def long_row(k, dst, src, C: int, scale: float, nontemporal) -> None:
     far and the sum of exponentials relative to it, which is rescaled when the maximum grows; a second pass recomputes them."""
     top, total = k.var(float("-inf")), k.var(0.0)
 
-    def add_block(columns, size: int) -> None:
+    for c, size in pieces(k, C, BLOCK):
+        columns = src.at(c)
         old_top, block_top = top.value, highest(k, columns, size)
         new_top = k.max(old_top, block_top)
         shift = k.splat(finite(k, new_top))
         rescaled = total.value * k.lane(power(k, k.splat(old_top), shift, scale), 0)
-        total.value = rescaled + sum_of(k, size, lambda c, mask: power(k, columns.load(c, mask), shift, scale))
-        top.value = new_top
-
-    with k.loop(0, C - C % BLOCK, BLOCK) as c:
-        add_block(src.at(c), BLOCK)
-    if C % BLOCK:
-        add_block(src.at(C - C % BLOCK), C % BLOCK)
+        block_sum = sum_of(k, size, lambda c, mask, row=columns, shift=shift: power(k, row.load(c, mask), shift, scale))
+        total.value, top.value = rescaled + block_sum, new_top
     shift, inverse_sum = k.splat(finite(k, top.value)), k.splat(1.0 / total.value)
     for c, mask, put in write_row(k, dst, C, nontemporal=nontemporal):
         put(power(k, src.load(c, mask), shift, scale) * inverse_sum)

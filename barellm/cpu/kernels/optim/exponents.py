@@ -8,6 +8,7 @@ from typing import Any
 
 from barellm.cpu.kernel import PLANES, Lowering, Op, Region, Tensor, Value, lowering, part, weight_operand
 from barellm.cpu.kernels.loops import flat, new_accumulators, tree_reduce, vectors
+from barellm.cpu.kernels.numbers import FP32_FRACTION, FP32_MAGNITUDE
 from barellm.program.ops.optim.exponent_stats import BINS, NOT_FINITE, SUMS
 
 CHUNKS, CHUNK = 64, 32768  # at most so many chunks, of at least so many elements
@@ -36,10 +37,10 @@ def exponent_stats(k, counts, sums, x, *, dims, width) -> None:
             # The vector goes to chain j's sums, and each lane's exponent is counted: `bins` turns lanes into addresses.
             v = x.load(i, mask)
             bits = k.bitcast(v, k.ivec)
-            e = (bits >> 23) & NOT_FINITE  # the exponent field, all ones for infinity and NaN
+            e = (bits >> FP32_FRACTION) & NOT_FINITE  # the exponent field, all ones for infinity and NaN
             finite = e < NOT_FINITE
             v = k.select(finite, v, 0.0)
-            a = k.bitcast(k.bitcast(v, k.ivec) & 0x7FFFFFFF, k.vec)
+            a = k.bitcast(k.bitcast(v, k.ivec) & FP32_MAGNITUDE, k.vec)
             total[j].value = total[j].value + v
             size[j].value = size[j].value + a
             square[j].value = k.fma(v, v, square[j].value)

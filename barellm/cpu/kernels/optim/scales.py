@@ -5,11 +5,10 @@ import numpy as np
 
 from barellm.cpu.kernel import PLANES, Value, kernel
 from barellm.cpu.kernels.loops import elementwise, flat
+from barellm.cpu.kernels.numbers import FP32_BIAS, FP32_FRACTION, FP32_INFINITY, FP32_MAGNITUDE
 from barellm.program.ops.optim.exponent_stats import SUMS
 from barellm.program.ops.optim.scales import ABOVE, DEVIATIONS, EXPONENTS, FARTHEST, FIRST, FRACTION, LAST, MARGIN
 
-# Of fp32: bits of the fraction, the exponent's bias, all bits but the sign, and the bits of infinity.
-FP32_FRACTION, BIAS, MAGNITUDE, INFINITY = 23, 127, 0x7FFFFFFF, 0x7F800000
 DROPPED = FP32_FRACTION - FRACTION  # bits of an fp32 fraction
 
 
@@ -56,7 +55,7 @@ def float_bias(k, bias, sums, *, deviations, per_target, dims, width) -> None:
             mean = total / n
             top = total_abs / n + k.sqrt(k.max(squares / n - mean * mean, k.float(0.0))) * DEVIATIONS
         top = per_target_of(k, top, per_target)
-        exponent = (k.bitcast(top, "i32") >> FP32_FRACTION) - (BIAS if deviations else BIAS - ABOVE)
+        exponent = (k.bitcast(top, "i32") >> FP32_FRACTION) - (FP32_BIAS if deviations else FP32_BIAS - ABOVE)
         clamped = k.to(k.max(k.min(exponent, FARTHEST), -FARTHEST), "float")
         bias.put(k.select(due & (top > 0.0), clamped, bias.get(0)), 0)
         bias.put(bias.get(1) + 1.0, 1)
@@ -64,7 +63,7 @@ def float_bias(k, bias, sums, *, deviations, per_target, dims, width) -> None:
 
 def power(k, exponent) -> Value:
     """2^exponent (i32, of a normal number) as a float."""
-    return k.bitcast((exponent + BIAS) << FP32_FRACTION, "float")
+    return k.bitcast((exponent + FP32_BIAS) << FP32_FRACTION, "float")
 
 
 @kernel("round_floating", also={"x": PLANES}, constants=lambda op: {
@@ -76,8 +75,8 @@ def round_floating(k, y, x, bias, *, denormals, per_target, dims, width) -> None
     `denormals`. Normal numbers are rounded in their bits: half a unit is added, and the rest cut off. A denormal's (small) multiple
     of the unit has its fraction compared with a half: a sum with a half could round."""
     top_exponent = k.op("i32", f"fptosi {bias.get(0).typed} to i32")
-    largest = k.splat(((top_exponent + BIAS) << FP32_FRACTION) | ((1 << FP32_FRACTION) - (1 << DROPPED)))  # fp32 bits
-    least = k.splat((top_exponent + (BIAS - EXPONENTS + 1)) << FP32_FRACTION)  # of the least normal number
+    largest = k.splat(((top_exponent + FP32_BIAS) << FP32_FRACTION) | ((1 << FP32_FRACTION) - (1 << DROPPED)))  # fp32 bits
+    least = k.splat((top_exponent + (FP32_BIAS - EXPONENTS + 1)) << FP32_FRACTION)  # of the least normal number
     unit = power(k, top_exponent - (EXPONENTS - 1 + FRACTION))  # of denormals
     inverse_unit, unit = k.splat(1.0 / unit), k.splat(unit)
     divisor = k.splat(k.to(k.scalar("inv_targets"), "float")) if per_target else None
@@ -86,7 +85,7 @@ def round_floating(k, y, x, bias, *, denormals, per_target, dims, width) -> None
         # fp32 bits are compared as integers, because magnitudes are in the same order.
         v = x.load(i, mask)
         bits = k.bitcast(v if divisor is None else v / divisor, k.ivec)
-        magnitude = bits & MAGNITUDE
+        magnitude = bits & FP32_MAGNITUDE
         rounded = (magnitude + (1 << (DROPPED - 1))) & -(1 << DROPPED)
         if denormals:
             multiple = k.bitcast(k.min(magnitude, least), k.vec) * inverse_unit
@@ -96,5 +95,5 @@ def round_floating(k, y, x, bias, *, denormals, per_target, dims, width) -> None
             rounded = k.select(magnitude < least, denormal, rounded)
         else:
             rounded = k.select(rounded < least, 0, rounded)
-        rounded = k.select(magnitude > INFINITY, magnitude, k.min(rounded, largest))  # NaN stays
-        put(k.bitcast(rounded | (bits & ~MAGNITUDE), k.vec))
+        rounded = k.select(magnitude > FP32_INFINITY, magnitude, k.min(rounded, largest))  # NaN stays
+        put(k.bitcast(rounded | (bits & ~FP32_MAGNITUDE), k.vec))

@@ -3,6 +3,7 @@ words (rows, W), with W = ceil(K / 32). (dims, inner): sizes whose product is th
 
 from barellm.cpu.kernel import PLANES, Value, kernel
 from barellm.cpu.kernels.loops import accumulate, blocks, elementwise, flat, row_grain, shape_of
+from barellm.cpu.kernels.numbers import FP32_MAGNITUDE
 from barellm.cpu.lang.random import signed
 from barellm.program.ops.pointwise.binary import BITS, words_of
 
@@ -51,5 +52,5 @@ def straight_through(k, dx, dy, x, *, dims, width, mode_dx) -> None:
     """dx = dy where |x| <= 1, else 0."""
 
     for i, mask, put in elementwise(k, k.num_elements(dims) * width, dx, mode=mode_dx):
-        size = k.bitcast(k.bitcast(x.load(i, mask), k.ivec) & 0x7FFFFFFF, k.vec)
+        size = k.bitcast(k.bitcast(x.load(i, mask), k.ivec) & FP32_MAGNITUDE, k.vec)
         put(k.select(size <= 1.0, dy.load(i, mask), 0.0))

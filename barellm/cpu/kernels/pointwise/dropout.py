@@ -30,8 +30,7 @@ def store_dropped(k, dst, src, column, left: int, word, rate: float, mode: str) 
 
 
 def dropout(k, out, x, stream, *, batch, seq, C: int, rate: float, mode: str) -> None:
-    """Kernel: out (batch, seq, C) = x * keep / (1 - rate), stored or added, by threefry of seed, step, sample, stream, position,
-    column."""
+    """The kernel: out (batch, seq, C) = x * keep / (1 - rate), stored or added, by threefry words (`keyed_rows` has their key)."""
     for dst, src, key, position in keyed_rows(k, out, x, stream, batch, seq, C):
         for block, columns in blocks(k, C, 2 * HALF):
             for part, offset in random.column_blocks(k.lanes):

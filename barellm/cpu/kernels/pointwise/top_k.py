@@ -10,9 +10,9 @@ from contextlib import nullcontext
 from barellm.cpu.kernel import Lowering, Op, Value, Var, kernel, lowering
 from barellm.cpu.kernels import loops
 from barellm.cpu.kernels.loops import shape_of, tree_reduce
+from barellm.cpu.kernels.numbers import FP32_INFINITY, FP32_MAGNITUDE
 
 CHAINS = 4  # independent accumulation chains
-INFINITY = 0x7F800000
 LOWEST = -(1 << 31)  # below every key: of lanes that are no elements
 
 
@@ -20,7 +20,7 @@ def key_of(k, x) -> Value:
     """The key of each lane; both zeros have the same, and NaN has that of infinity."""
     bits = k.bitcast(x + 0.0, k.ivec)
     sign = k.op(k.ivec, f"ashr {bits.typed}, {k.const(31, k.ivec).ref}")
-    return k.select(x.equals(x), bits ^ (sign & 0x7FFFFFFF), INFINITY)
+    return k.select(x.equals(x), bits ^ (sign & FP32_MAGNITUDE), FP32_INFINITY)
 
 
 def count(k, keys, C: int, least) -> Value:
