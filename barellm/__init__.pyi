@@ -78,6 +78,7 @@ class TrainKeys(TypedDict, total=False):
     track: str
     init_from: str
     dtype: str
+    branch_scales: bool
     recompute: bool
     gemm_backend: str
     tf32: bool

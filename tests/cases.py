@@ -694,10 +694,14 @@ def elementwise_cases(dtype: str) -> dict[str, tuple]:
     x, other, bias = normal(3, 5, 65), normal(3, 5, 65, seed=2), persistent(normal(65, seed=3))
     a, b = tokens(x, dtype), tokens(other, dtype)
     random = {"rate": 0.3, "stream": 2}
+    overflows = np.where(normal(3, 5, 65, seed=9) > 1, np.inf, x) + np.where(normal(3, 5, 65, seed=8) > 1, np.nan, 0)
+    states = {name: persistent(np.array([power, 7]), "i32", "state") for name, power in (("given", -5), ("wanted", -2))}
+    scaled = {"x": tokens(overflows, dtype), **states}
     slope_bound = {"dx": 24 * EPS * (1 + abs(other)) * (4 + abs(x))}
     return {
         "add": (ops.Add, {"a": a, "b": b}, {}, {"y": 2 * EPS * (abs(x) + abs(other) + 4)}),
         "rescale": (ops.Rescale, {"x": a}, {"forward": -0.3, "backward": 7.0}, {"y": 2 * EPS * (abs(x) + 4)}),
+        "gradient_scale": (ops.GradientScale, scaled, {"filtered": True}, {"y": 8 * EPS * (abs(x) * 8 + 4)}),
         "cast": (ops.Cast, {"x": a}, {"dtype": "bf16"}, {"y": 2 * EPS * (abs(x) + 4)}),
         **{name: (ops.ACTIVATIONS[name].forward, {"x": a}, {}, {"y": 8 * EPS * (abs(x) + 4)}) for name in COMMON},
         **{name: (f.backward, {"dy": b, "x": a}, {}, slope_bound) for name, f in COMMON_SLOPES.items()},

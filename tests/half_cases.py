@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from barellm.optim.adamw import AdamW
 from barellm.optim.rules import Rule, update
 from barellm.program import ops
 from barellm.program.builder import Program, Store
+from barellm.program.dtypes import PRECISIONS
 from barellm.program.loss_scale import FIRST_SCALE, GROWTH_STEPS, LEAST_SCALE, MOST_SCALE
 from barellm.program.ops.pointwise.elementwise import ACTIVATIONS
 from tests.cases import loss_case, normal
@@ -57,6 +59,37 @@ def scaled_update(compute: str = "fp16") -> tuple[Program, Store]:
     p.gradient_of(store.tensors["w"])
     update(p, [Rule("*", optimizer=AdamW())], clip=1.0)
     return p, store
+
+
+def check_branch_scales(open_session: Callable[[dict[str, Program]], Any]) -> None:
+    """An update of two matrices, of which one belongs to a residual branch: each scale follows its own gradients, and both have one
+    norm."""
+    store = Store()
+    p = Program(store, compute=replace(PRECISIONS["fp16"], branch_scales=True))
+    for name in ("inside", "outside"):
+        p.gradient_of(p.parameter(name, (7, 5), std=1.0))
+    store.branches = {store.tensors["inside"]: "h.0.attn"}
+    update(p, [Rule("*", optimizer=AdamW())], clip=0.0)
+    session = open_session({"optimizer_step": p})
+    states = {"h.0.attn.gradient_scale": (3, 5), "loss_scale": (-2, GROWTH_STEPS - 1)}
+
+    def step(inside: float, outside: float) -> tuple[list[list[int]], np.ndarray]:
+        for name, state in states.items():
+            session.write(name, np.array(state, np.int32))
+        session.write("inside.grad", np.full((7, 5), inside * 2.0 ** (FIRST_SCALE + 3), np.float32))
+        session.write("outside.grad", np.full((7, 5), outside * 2.0 ** (FIRST_SCALE - 2), np.float32))
+        session.run("optimizer_step", lr=0.1, step=1, seed=0)
+        return [session.read(name).tolist() for name in states], session.read("clip")
+
+    found, clip = step(0.3, -0.4)
+    assert found == [[3, 6], [-1, 0]] and clip == pytest.approx([0.5 * 35**0.5, 2.0 ** (2 - FIRST_SCALE)], rel=1e-6)
+    moments = [session.read(f"{name}.m")[0, 0] for name in ("inside", "outside")]
+    assert moments == pytest.approx([0.03, -0.04], rel=1e-6)
+    found, clip = step(np.inf, 1.0)
+    assert found == [[2, 0], [-1, 0]] and np.isnan(clip[1])
+    found, clip = step(1.0, np.nan)
+    assert found == [[3, 6], [-3, 0]] and np.isnan(clip[1])
+    assert session.read("skipped")[0] == 2
 
 
 def check_loss_scale(open_session: Callable[[dict[str, Program]], Any]) -> None:

@@ -85,7 +85,13 @@ def test_the_status_of_the_checker(capsys):
 
 def test_commands_have_a_folder_with_the_files_that_they_read(tmp_path):
     furnish(tmp_path)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["lines.jsonl", "small.toml", "speedrun.toml", "text.txt"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "lines.jsonl",
+        "small.toml",
+        "speedrun.toml",
+        "text.txt",
+        "uneven.py",
+    ]
     assert not outcome(replace(ROW, run="pwd; ls", expect=(Expected("^text.txt$"),))).wrong
 
 

@@ -12,6 +12,7 @@ from barellm.errors import UserError, nearest, shown
 from barellm.models.training_schedule import on_step, runs_per_step
 from barellm.program import planner
 from barellm.program.builder import Program
+from barellm.program.dtypes import PRECISIONS
 from barellm.program.planner import Plan
 from barellm.program.ranks import Ranks
 from barellm.program.tensor import Tensor
@@ -119,6 +120,9 @@ def resolved(config: Config, device: str) -> Config:
     dtype = _dtype(config.train.dtype, device)
     if device == "cuda" and config.train.tf32 and dtype != "fp32":
         raise UserError(f"train.tf32 is about products of fp32, and train.dtype is {dtype}: add --dtype fp32")
+    if config.train.branch_scales and (dtype != "fp16" or config.adapter.active):
+        found = "an adapter" if config.adapter.active else f"train.dtype {dtype}"
+        raise UserError(f"train.branch_scales is true, and the run has {found}, expected fp16 and no adapter")
     return replace(config, train=replace(config.train, dtype=dtype))
 
 
@@ -148,12 +152,13 @@ def build_programs(
     from barellm.optim.recipes import start_reduce_scatter, updates
 
     train, hidden = config.train, models.hidden(config.model)
+    precision = replace(PRECISIONS[train.dtype], branch_scales=train.branch_scales)
     if positions is None and training:
         positions = min(SAMPLE_POSITIONS, config.model.max_seq)
     batch = train.micro_batch_size // ranks.count if training or scoring is None else 0
     eval_batch, eval_seq = train.eval_shape(batch) if batch else (0, 0)
     _, programs = build(
-        config.model, batch=batch, seq=train.seq, compute=train.dtype,
+        config.model, batch=batch, seq=train.seq, compute=precision,
         optimizer=updates(config.optim, hidden, ranks) if training else None,
         start_reduce_scatter=lambda p: start_reduce_scatter(p, config.optim, hidden, ranks), recompute=train.recompute,
         ranges=train.exponent_stats > 0, eval_batch=eval_batch, eval_seq=eval_seq, decode_batch=0 if positions == 0 else rows,

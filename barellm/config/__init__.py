@@ -191,6 +191,8 @@ class TrainConfig(Section, section="train"):
     dtype: str = one_of(("auto", "fp32", "bf16", "fp16"), "auto",
         "auto, fp32, bf16 or fp16; auto: bf16 where the machine has instructions for it; fp16: with a "
         "dynamic loss scale")  # fmt: skip
+    branch_scales: bool = value(False,
+        "of fp16: a gradient scale of each residual branch, besides the loss scale (per-resblock gradient scaling)")  # fmt: skip
     recompute: bool = value(False, "activation (gradient) checkpointing; recomputed in the backward pass: less memory, more work")
     gemm_backend: str = one_of(GEMM_BACKENDS, "barellm", "matmuls on a GPU: barellm's own, those in triton alone, or cublaslt")
     tf32: bool = value(False, "on a GPU: fp32 matmuls in TF32 on tensor cores, with 10 bits of mantissa")

@@ -156,11 +156,15 @@ def trunk(
     x_BTC = dropout(p.embedding(tokens_BT, w.wte, w.wpe, positions=positions_BT))
     for b in w.blocks:
         with p.segment(b.name):
-            h_BTC = p.layernorm(x_BTC, *b.ln_1)
-            a_BTC = attend(b, p.linear(h_BTC, *b.attn))
-            x_BTC = p.add(x_BTC, dropout(p.linear(a_BTC, *b.proj)))
-            h_BTC = p.layernorm(x_BTC, *b.ln_2)
-            x_BTC = p.add(x_BTC, dropout(mlp(p, b, h_BTC)))
+            with p.branch("attn"):
+                h_BTC = p.layernorm(x_BTC, *b.ln_1)
+                a_BTC = attend(b, p.linear(h_BTC, *b.attn))
+                y_BTC = dropout(p.linear(a_BTC, *b.proj))
+            x_BTC = p.add(x_BTC, y_BTC)
+            with p.branch("mlp"):
+                h_BTC = p.layernorm(x_BTC, *b.ln_2)
+                y_BTC = dropout(mlp(p, b, h_BTC))
+            x_BTC = p.add(x_BTC, y_BTC)
     return p.layernorm(x_BTC, *w.ln_f)
 
 

@@ -275,18 +275,20 @@ def _trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor, attend: Atten
             return p.rmsnorm(x_BTC, weight, eps=cfg.norm_eps)
         return p.layernorm(x_BTC, weight, bias, eps=cfg.norm_eps)
 
-    def added(x_BTC: Tensor, y_BTC: Tensor, norm: Affine | None) -> Tensor:
-        return p.add(x_BTC, _times(p, normed(y_BTC, norm), cfg.residual_multiplier))
-
     layers = _rope(p, cfg)
     x_BTC = _times(p, p.embedding(tokens_BT, w.wte), cfg.embedding_multiplier)
     for b, tables in zip(w.blocks, layers, strict=True):
         with p.segment(b.name):
-            h_BTC = normed(x_BTC, b.attn_norm)
-            a_BTC = attend(b, *_qkv(p, cfg, b, h_BTC, tables, positions_BT))
-            y_BTC = added(x_BTC, p.linear(a_BTC, *b.proj), b.attn_post_norm)
-            h_BTC = normed(x_BTC if cfg.parallel_residual else y_BTC, b.mlp_norm)
-            x_BTC = added(y_BTC, p.linear(_mlp(p, cfg, b, h_BTC), *b.down), b.mlp_post_norm)
+            with p.branch("attn"):
+                h_BTC = normed(x_BTC, b.attn_norm)
+                a_BTC = attend(b, *_qkv(p, cfg, b, h_BTC, tables, positions_BT))
+                a_BTC = _times(p, normed(p.linear(a_BTC, *b.proj), b.attn_post_norm), cfg.residual_multiplier)
+            y_BTC = p.add(x_BTC, a_BTC)
+            with p.branch("mlp"):
+                h_BTC = normed(x_BTC if cfg.parallel_residual else y_BTC, b.mlp_norm)
+                m_BTC = normed(p.linear(_mlp(p, cfg, b, h_BTC), *b.down), b.mlp_post_norm)
+                m_BTC = _times(p, m_BTC, cfg.residual_multiplier)
+            x_BTC = p.add(y_BTC, m_BTC)
     return _times(p, normed(x_BTC, w.norm), 1 / cfg.logits_scaling)
 
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from barellm.errors import UserError
 from barellm.optim.powersgd import Compression
 from barellm.optim.sharding import OptimizerSharding, shard
 from barellm.program import loss_scale, ops
@@ -97,13 +98,26 @@ def append_clip_scale(
 ) -> Tensor:  # fmt: skip
     """Append the norm of the gradients of `params` and the scale that takes it down to `clip`. Returns the tensor (2) [norm,
     scale], which is `into` if given. With `sharding` the gradients are summed over the ranks first."""
+    of_loss = loss_scale.loss_scale_of(p)
+    scaled = {t: name for t in params if (name := p.store.branches.get(t))}
+    if scaled and isinstance(sharding, OptimizerSharding) and sharding.overlap:
+        raise UserError("train.branch_scales is true, and optim.overlap too: expected optim.overlap false")
+    for t, name in scaled.items():
+        grad, given = p.gradient_of(t), loss_scale.branch_scale(p, name)
+        p.apply(ops.GradientScale, into={"y": (grad, "store")}, x=grad, given=given, wanted=of_loss, filtered=False)
     if sharding is None:
         partials = [p.apply(ops.SumSquares, x=p.gradient_of(t)).partials for t in params]
     else:
         partials = sharding.partials(p, params)
     squares = {f"p{i}": t for i, t in enumerate(partials)}
-    operands = {"skipped": p.state("skipped", (1,), "i32"), "loss_scale": loss_scale.loss_scale_of(p), **squares}
-    return p.apply(ops.ClipScale, **operands, clip=clip, into=None if into is None else {"clip": (into, "store")}).clip
+    operands = {"skipped": p.state("skipped", (1,), "i32"), "loss_scale": of_loss, **squares}
+    scale = p.apply(ops.ClipScale, **operands, clip=clip, into=None if into is None else {"clip": (into, "store")})
+    if of_loss is not None:
+        names = [scaled.get(t) for t in params]
+        for name in dict.fromkeys(names):
+            own: dict[str, Any] = {f"p{i}": t for i, t in enumerate(partials) if names[i] == name}
+            p.apply(ops.UpdateScale, scale=loss_scale.branch_scale(p, name), **own)
+    return scale.clip
 
 
 def append_updates(

@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from barellm.errors import UserError
 from barellm.program.graph import Graph
-from barellm.program.loss_scale import loss_scale_of
+from barellm.program.loss_scale import branch_scale, loss_scale_of
 from barellm.program.ops.base import Op, Tensor, View, describe
-from barellm.program.ops.pointwise.elementwise import Add, Cast, Rescale, Zeros
+from barellm.program.ops.pointwise.elementwise import Add, Cast, GradientScale, Rescale, Zeros
 
 
 @dataclass
@@ -64,6 +65,11 @@ class Gradients:
         self.needs: set[Tensor] = set()  # forward tensors that a parameter leads to
         # Forward tensor -> its finished gradient, and the op that wrote it last.
         self.found: dict[Tensor, tuple[Tensor, Op]] = {}
+        # With `Precision.branch_scales`: forward tensor -> the residual branch whose scale its gradient carries; the op whose
+        # rule is running, and its branch. None: the loss's.
+        self.branches: dict[Tensor, str | None] = {}
+        self.branch: str | None = None
+        self.op: Op | None = None
 
     def key(self, forward: Tensor) -> Tensor:
         """The original of a recomputed tensor, or of a view of one; else the tensor itself."""
@@ -99,6 +105,13 @@ class Gradients:
         if forward.role == "parameter":
             self.write(Rescale, {"y": forward}, x=grad, forward=1.0, backward=1.0)  # which stores it
             return
+        if self._crosses(forward):
+            self._check_exit()
+            of, self.branch = self.branch, self.branches.get(forward.base)
+            scales = {"given": branch_scale(self.graph, of), "wanted": branch_scale(self.graph, self.branch)}
+            self.write(GradientScale, {"y": forward}, x=grad, **scales, filtered=True)
+            self.branch = of
+            return
         if isinstance(forward, View):
             self.graph.apply(Cast, into={"y": self._columns(forward, grad.dtype)}, x=grad, dtype=grad.dtype)
             return
@@ -121,6 +134,8 @@ class Gradients:
         for out, forward in wanted.items():
             if sum(_overlap(forward, other) for other in wanted.values()) > 1:
                 continue  # an op of the same value twice: its outputs cannot both go to one place
+            if self._crosses(forward):
+                continue
             if forward.role == "parameter":
                 into[out] = self._of_parameter(forward)
             elif isinstance(forward, View):
@@ -145,9 +160,24 @@ class Gradients:
         for parts in self.parameters.values():
             parts.complete()
 
+    def _check_exit(self) -> None:
+        """Raise a UserError where a residual branch does not begin with a norm whose weight is trained: what overflows on the way
+        to its exit must show in a parameter's gradient."""
+        assert self.op is not None
+        name, weight = self.op.name, self.op.inputs.get("weight")
+        if self.branch and not (name in ("layernorm", "rmsnorm") and weight is not None and weight.base in self.needs):
+            found = f"train.branch_scales is true, and the residual branch {self.branch} begins with {name}"
+            raise UserError(f"{found}, expected a norm with a trained weight")
+
+    def _crosses(self, forward: Tensor) -> bool:
+        """Whether the gradient of an activation has another scale than that of the op whose rule is running."""
+        return forward.role != "parameter" and self.branches.get(forward.base) != self.branch
+
     def _of_parameter(self, forward: Tensor) -> tuple[Tensor, str]:
         """The tensor and the mode in which the next writer of a parameter's gradient, or of some of its columns, writes."""
         base = forward.base
+        if self.graph.store.branches.setdefault(base, self.branch) != self.branch:
+            raise UserError(f"train.branch_scales is true, and {base.name} is read in a residual branch and elsewhere")
         if base not in self.parameters:
             self.parameters[base] = Parts(self.graph, self.graph.gradient_of(base), "start")
         parts = self.parameters[base]
@@ -216,6 +246,10 @@ def backward(graph: Graph, loss: Tensor, *, recompute: bool = False) -> dict[Ten
     forward = list(graph.ops)
     g = Gradients(graph)
     g.needs = reachable(forward)
+    if graph.precision.branch_scales:
+        g.branches = {t.base: op.branch for op in forward if op.branch for t in op.outputs.values()}
+        if not g.branches:
+            raise UserError("train.branch_scales is true, and the model has no residual branches (Program.branch)")
     if loss not in g.needs:
         raise ValueError(f"{loss.name} depends on no parameter that is trained: nothing to differentiate")
     segments: dict[str, list[Op]] = {}
@@ -235,6 +269,7 @@ def backward(graph: Graph, loss: Tensor, *, recompute: bool = False) -> dict[Ten
             douts = {name: g.take(t) for name, t in op.outputs.items()}
             if all(d is None for d in douts.values()):
                 continue
+        g.op, g.branch = op, op.branch if g.branches else None
         with graph.segment(op.segment):
             copies.get(op, op).gradient(g, **douts)
         g.release(douts.values())

@@ -189,13 +189,14 @@ def bf16_u16_to_fp32(hi: np.ndarray, lo: np.ndarray) -> np.ndarray:
 class Precision:
     """The dtypes in which a program computes. `operands` is that of the operands of matmuls and of the activations between them,
     `weights` that of matrices, and `stream` that of the residual stream and its gradient. Where `scaled` is set, the loss is
-    multiplied by a scale that follows the gradients (`program.loss_scale`), because those of fp16 would vanish. Statistics, sums
-    and the gradients of parameters are always fp32."""
+    multiplied by a scale that follows the gradients (`program.loss_scale`), because those of fp16 would vanish; with
+    `branch_scales` each residual branch has a scale of its own. Statistics, sums and gradients of parameters are always fp32."""
 
     operands: str
     weights: str
     stream: str = "fp32"
     scaled: bool = False
+    branch_scales: bool = False
 
 
 PRECISIONS: dict[str, Precision] = {

@@ -21,6 +21,7 @@ class Store:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.positions = 0  # of the longest sequence of its programs; 0: as many as the model has
+        self.branches: dict[Tensor, str | None] = {}  # parameter -> the branch whose scale its gradient carries; None: the loss's
         self.one_arithmetic = False  # a token has the same bits in a prompt and alone
         self.exact: set[Tensor] = set()  # parameters that some op reads as they are, not only as matmuls do
         self.trains: Callable[[str], bool] = lambda name: True  # whether the parameter of a name is trained; the others are frozen
@@ -67,6 +68,7 @@ class Graph:
         self.named: dict[str, Tensor] = {}  # inputs and outputs, which a session reads and writes by name
         self._names: dict[str, int] = {}
         self._segment: str | None = None
+        self._branch: str | None = None
         self._streams = 0  # random ops so far: each draws from its own stream
         self.training = False  # whether adapters have their dropout
 
@@ -156,13 +158,23 @@ class Graph:
         finally:
             self._segment = before
 
+    @contextmanager
+    def branch(self, name: str) -> Iterator[None]:
+        """Ops appended inside are a residual branch, from the norm of the stream up to what is added to it, called "SEGMENT.name".
+        With `Precision.branch_scales` its gradient has a scale of its own, which follows overflows in its parameters' gradients."""
+        self._branch = f"{self._segment}.{name}" if self._segment else name
+        try:
+            yield
+        finally:
+            self._branch = None
+
     def apply(self, op_type: type[Op], *, into: Mapping[str, tuple[Tensor, str]] | None = None, **operands: Any) -> Op:
         """Append one op and return it. `operands`: its input tensors (None: absent), and everything else as attributes. `into`:
         outputs that go to existing tensors, with mode "store", "add" or "start"; the others get new tensors."""
         into = into or {}
         inputs = {k: v for k, v in operands.items() if v is None or isinstance(v, Tensor)}
         op = op_type(inputs, {k: v for k, v in operands.items() if k not in inputs})
-        op.segment = self._segment
+        op.segment, op.branch = self._segment, self._branch
         try:
             inferred = op.infer(**op.inputs)
         except ValueError as error:

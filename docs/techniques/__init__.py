@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 PAGE = FOLDER.with_suffix(".md")
 SUBJECTS = ("llmc", "nanogpt", "craft", "anatomy", "record")  # files of this folder, in the order of the page
-GIVEN = ("small.toml", "speedrun.toml")  # what each command finds in its folder, beside TEXTS
+GIVEN = ("small.toml", "speedrun.toml", "uneven.py")  # what each command finds in its folder, beside TEXTS
 TEXTS = {
     "text.txt": "".join(f"{i} squared is {i * i}.\n" for i in range(3000)),
     "lines.jsonl": "".join(f'{{"text": "{i} squared is {i * i}, and {i} cubed is {i**3}."}}\n' for i in range(1000)),

@@ -14,7 +14,7 @@ from barellm.runtime.reference import ReferenceSession
 from tests.cases import backward_case, cached_case, forward_case
 from tests.cpu.check import ISAS, check_op, isa_named
 from tests.cpu.test_models import MODEL, open_session, train
-from tests.half_cases import PRODUCTS, check_loss_scale, check_products, check_rows, scaled_update
+from tests.half_cases import PRODUCTS, check_branch_scales, check_loss_scale, check_products, check_rows, scaled_update
 
 each_isa = pytest.mark.parametrize("isa", ISAS)
 
@@ -86,6 +86,7 @@ def test_decoding(isa):
 @pytest.mark.parametrize("open_session", [ReferenceSession, lambda programs: CpuSession(programs, threads=2)])
 def test_the_loss_scale_follows_the_gradients(open_session):
     check_loss_scale(open_session)
+    check_branch_scales(open_session)
 
 
 def test_other_precisions_have_no_loss_scale():

@@ -28,7 +28,7 @@ from tests.cases import (
 from tests.cpu.test_models import open_session, train
 from tests.cuda.check import EPS, PLAIN, InterpretedSession, check_op, persistent
 from tests.cuda.test_models import MODEL, SHAPE, evaluate_and_decode_beside_the_references, same_weights
-from tests.half_cases import PRODUCTS, check_loss_scale, check_products, check_rows, scaled_update
+from tests.half_cases import PRODUCTS, check_branch_scales, check_loss_scale, check_products, check_rows, scaled_update
 from tests.muon_cases import apply_case, gram_case, momentum_case, normalize_case, polynomial_case, update_case
 from tests.simulators.mock import Gpu
 
@@ -96,6 +96,7 @@ def test_a_classifier_of_inner_axes(monkeypatch):
 
 def test_the_loss_scale_follows_the_gradients():
     check_loss_scale(InterpretedSession)
+    check_branch_scales(InterpretedSession)
 
 
 @pytest.mark.parametrize("shape", [(33, 131), (131, 33)], ids=str)

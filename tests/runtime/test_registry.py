@@ -118,7 +118,11 @@ EXCUSED = {
         for op in ("adamw", "cautious_adam", "normal_init", "uniform_init", "constant_init")
         for dtype in ("bf16", "fp16")
     },
-    **{(op, dtype): SCHEDULED for op in ("sum_squares", "block_squares", "clip_scale", *TOGETHER) for dtype in ("bf16", "fp16")},
+    **{
+        (op, dtype): SCHEDULED
+        for op in ("sum_squares", "block_squares", "clip_scale", "update_scale", *TOGETHER)
+        for dtype in ("bf16", "fp16")
+    },
     ("block_squares", "cuda"): "only AMX tiles sum squares where they store a gradient",
     ("reduce_scatter", "cuda"): "a rank does not read the memory of another's GPU",
     **{(op, "cuda"): "gradients are compressed on CPUs only" for op in ("factor", "feedback", "householder")},

@@ -159,16 +159,20 @@ def add_partials(k, total, partials, n) -> None:
         total.put(acc.value)
 
 
+def _add_all(k, totals, n) -> Value:
+    """The sum of totals (n) fp64, in order."""
+    acc = k.var(k.const(0.0, "double"))
+    with k.loop(0, n) as i:
+        acc.value = acc.value + totals.get(i)
+    return acc.value
+
+
 def clip_scale(k, clip, skipped, loss_scale, totals, n, *, limit) -> None:
     """The kernel: clip (2) = [norm, min(1, limit / norm)], norm = sqrt(sum of totals (n) fp64); `limit` 0: no clipping. A norm that
-    is not finite makes the factor NaN and counts in skipped (1). Gradients are multiplied by the loss scale, so both are divided by
-    it. Then `loss_scale` (2) = [its power of two, good steps since it changed] is updated: halved after a bad step, doubled after
-    GROWTH_STEPS good ones; None: no scaling."""
+    is not finite makes the factor NaN and counts in skipped (1). Gradients are multiplied by the loss scale (None: 1), so both are
+    divided by it."""
     with k.parallel_for(1):
-        acc = k.var(k.const(0.0, "double"))
-        with k.loop(0, n) as i:
-            acc.value = acc.value + totals.get(i)
-        norm, loss_factor = k.sqrt(acc.value), scale_of(k, loss_scale)
+        norm, loss_factor = k.sqrt(_add_all(k, totals, n)), scale_of(k, loss_scale)
         norm = k.to(norm if loss_factor is None else norm / k.to(loss_factor, "double"), "float")
         finite = norm < float("inf")  # false for NaN as well
         scale = k.select(norm > limit, limit / norm, 1.0) if limit > 0 else k.float(1.0)
@@ -177,21 +181,36 @@ def clip_scale(k, clip, skipped, loss_scale, totals, n, *, limit) -> None:
         clip.put(k.select(finite, scale, float("nan")), 1)
         with k.otherwise(finite):
             skipped.put(skipped.get(0) + 1, 0)
-        if loss_scale is not None:
-            power, good = loss_scale.get(0), loss_scale.get(1) + 1
-            grows = finite & (good >= GROWTH_STEPS)
-            up, down = k.min(power + 1, MOST_SCALE - FIRST_SCALE), k.max(power - 1, LEAST_SCALE - FIRST_SCALE)
-            loss_scale.put(k.select(finite, k.select(grows, up, power), down), 0)
-            loss_scale.put(k.select(finite, k.select(grows, 0, good), 0), 1)
+
+
+def update_scale(k, scale, totals, n) -> None:
+    """The kernel: update `scale` (2) = [its power of two, good steps since it changed]: halved after a step in which the sum of
+    totals (n) fp64 is not finite, doubled after GROWTH_STEPS others."""
+    with k.parallel_for(1):
+        finite = k.to(_add_all(k, totals, n), "float") < float("inf")  # false for NaN as well
+        power, good = scale.get(0), scale.get(1) + 1
+        grows = finite & (good >= GROWTH_STEPS)
+        up, down = k.min(power + 1, MOST_SCALE - FIRST_SCALE), k.max(power - 1, LEAST_SCALE - FIRST_SCALE)
+        scale.put(k.select(finite, k.select(grows, up, power), down), 0)
+        scale.put(k.select(finite, k.select(grows, 0, good), 0), 1)
+
+
+@lowering("update_scale", floats="fp32", also={"scale": "i32"})
+def lower_update_scale(op: Op, c: Lowering) -> None:
+    c.call(update_scale, {"scale": op.outputs["scale"], **_totals(op, c)}, {}, writes="scale")
+
+
+def _totals(op: Op, c: Lowering) -> dict[str, Any]:
+    """Append the sums, in fp64, of the op's tensors p0, p1, ... of partial sums."""
+    partials = [t for name, t in op.inputs.items() if name not in (*op.inplace, "loss_scale")]
+    totals = c.workspace("totals", 8 * len(partials))
+    for i, t in enumerate(partials):
+        c.call(add_partials, {"total": (part(totals, 8 * i, 8 * i + 8), "fp64"), "partials": t, "n": t.size}, writes="total")
+    return {"totals": (part(totals), "fp64"), "n": len(partials)}
 
 
 @lowering("clip_scale", floats="fp32", also={"skipped": "i32", "loss_scale": "i32"})
 def lower_clip_scale(op: Op, c: Lowering) -> None:
     """The sum of each tensor's partial sums of squares, in fp64, then the clipping factor."""
-    partials = [t for name, t in op.inputs.items() if name not in op.inplace]
-    totals = c.workspace("totals", 8 * len(partials))
-    for i, t in enumerate(partials):
-        c.call(add_partials, {"total": (part(totals, 8 * i, 8 * i + 8), "fp64"), "partials": t, "n": t.size}, writes="total")
-    operands = {"clip": op.outputs["clip"], "skipped": op.outputs["skipped"], "loss_scale": op.outputs.get("loss_scale"),
-        "totals": (part(totals), "fp64"), "n": len(partials)}  # fmt: skip
-    c.call(clip_scale, operands, {"limit": float(op.attrs["clip"])}, writes="clip skipped loss_scale")
+    operands = {"clip": op.outputs["clip"], "skipped": op.outputs["skipped"], "loss_scale": op.inputs.get("loss_scale")}
+    c.call(clip_scale, operands | _totals(op, c), {"limit": float(op.attrs["clip"])}, writes="clip skipped")

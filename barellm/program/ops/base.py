@@ -76,6 +76,7 @@ class Op:
         # How each output is written: "store"; "add" to what is there; "start": store, or add where `accumulate` is set.
         self.modes: dict[str, str] = {}
         self.segment: str | None = None
+        self.branch: str | None = None  # the residual branch that it belongs to (`Graph.branch`)
         # Whether its operations are the model's, and whether it is an optimizer's step over a parameter (`optim.rules`).
         self.counted, self.update = self.product, False
         self.recomputed = False  # a copy that the backward walk made: its FLOPs are not the model's

@@ -88,7 +88,7 @@ def store_sum(total, p, n, BLOCK):
 def clip_scale(clip, skipped, loss_scale, totals, counter, table, LIMIT, ENTRIES, WIDE, BLOCK):
     """totals (tensors) fp64 = the sum of each tensor's partial sums, a program each. The last program then computes clip (2) =
     [norm, min(1, LIMIT / norm)], both divided by the loss scale if there is one. A norm that is not finite gives NaN and counts in
-    `skipped`. Then dynamic loss scaling: after GROWTH good steps the scale doubles, after a bad one it halves."""
+    `skipped`."""
     j = tl.program_id(0)
     store_sum(totals + j, pointer(table, j, 0, ENTRIES, tl.float32, 16), integer(table, j, 1, ENTRIES), BLOCK)
     if is_last_program(counter):
@@ -101,27 +101,46 @@ def clip_scale(clip, skipped, loss_scale, totals, counter, table, LIMIT, ENTRIES
         finite = norm.to(tl.float32) < float("inf")  # false for NaN as well
         if loss_scale is not None:
             scale /= by
-            power, good = tl.load(loss_scale), tl.load(loss_scale + 1) + 1
-            grows = good >= GROWTH
-            kept = tl.where(grows, tl.minimum(power + 1, MOST_POWER), power)
-            tl.store(loss_scale, tl.where(finite, kept, tl.maximum(power - 1, LEAST_POWER)))
-            tl.store(loss_scale + 1, tl.where(finite & (grows == 0), good, 0))
         tl.store(clip, norm.to(tl.float32))
         tl.store(clip + 1, tl.where(finite, scale, float("nan")).to(tl.float32))
         tl.store(skipped, tl.load(skipped) + tl.where(finite, 0, 1))
 
 
+@device
+def update_scale(scale, totals, counter, table, ENTRIES, WIDE, BLOCK):
+    """totals as in `clip_scale`. The last program then updates `scale` (2) = [its power of two, good steps since it changed]: after
+    GROWTH steps in which their sum is finite it doubles, after one in which it is not it halves."""
+    j = tl.program_id(0)
+    store_sum(totals + j, pointer(table, j, 0, ENTRIES, tl.float32, 16), integer(table, j, 1, ENTRIES), BLOCK)
+    if is_last_program(counter):
+        i = tl.arange(0, WIDE)
+        finite = tl.sum(tl.load(totals + i, mask=i < ENTRIES, other=0.0), 0).to(tl.float32) < float("inf")
+        power, good = tl.load(scale), tl.load(scale + 1) + 1
+        grows = good >= GROWTH
+        kept = tl.where(grows, tl.minimum(power + 1, MOST_POWER), power)
+        tl.store(scale, tl.where(finite, kept, tl.maximum(power - 1, LEAST_POWER)))
+        tl.store(scale + 1, tl.where(finite & (grows == 0), good, 0))
+
+
 @lowering("clip_scale", floats="fp32", also={"skipped": "i32", "loss_scale": "i32"})
 def lower_clip_scale(op: Any, c: Lowering) -> None:
-    """Launch the global norm, computed from the partial sums of all parameters: the op's inputs without its in-place state."""
-    partials = [t for name, t in op.inputs.items() if name not in op.inplace]
+    operands = {"clip": op.outputs["clip"], "skipped": op.outputs["skipped"], "loss_scale": op.inputs.get("loss_scale")}
+    _launch_on_partials(op, c, clip_scale, operands, "clip skipped", LIMIT=float(op.attrs["clip"]))
+
+
+@lowering("update_scale", floats="fp32", also={"scale": "i32"})
+def lower_update_scale(op: Any, c: Lowering) -> None:
+    _launch_on_partials(op, c, update_scale, {"scale": op.outputs["scale"]}, "scale")
+
+
+def _launch_on_partials(op: Any, c: Lowering, function: Any, operands: dict[str, Any], writes: str, **constants: Any) -> None:
+    """Launch a program for each of the op's tensors p0, p1, ... of partial sums."""
+    partials = [t for name, t in op.inputs.items() if name not in (*op.inplace, "loss_scale")]
     count = len(partials)
     fields = {"partials": ("*fp32", [part(t) for t in partials]), "count": ("i64", [t.size for t in partials])}
-    operands = {name: op.outputs.get(name) for name in ("clip", "skipped", "loss_scale")}
     c.launch(
-        clip_scale, {**operands, "totals": c.scratch("totals", (count,), "fp64"), "counter": COUNTER, "table": Table(fields)},
-        {"LIMIT": float(op.attrs["clip"]), **entry_constants(count), "BLOCK": 512}, grid=lambda s: (count,),
-        writes="totals clip skipped loss_scale",
+        function, {**operands, "totals": c.scratch("totals", (count,), "fp64"), "counter": COUNTER, "table": Table(fields)},
+        {**constants, **entry_constants(count), "BLOCK": 512}, grid=lambda s: (count,), writes=f"totals {writes}",
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering
 from barellm.cuda.kernels.common import elementwise, flat_indices, kernel, rowwise, store_or_add, tile_indices
+from barellm.cuda.kernels.loss.cross_entropy import scale_of
 from barellm.cuda.kernels.pointwise.activations import ACTIVATIONS, SLOPES, slope_of, value_of
 from barellm.cuda.lang import device, tl
 from barellm.runtime.lowering import view_stride
@@ -21,6 +22,16 @@ def add(y, a, b, scalars, units, UNIT, BLOCK, MODE):
 def rescale(y, x, scalars, units, FACTOR, UNIT, BLOCK, MODE):
     i, mask = flat_indices(units, UNIT, BLOCK)
     store_or_add(y + i, mask, tl.load(x + i, mask=mask).to(tl.float32) * FACTOR, scalars, MODE)
+
+
+@kernel("gradient_scale", starts="y", also={"given": "i32", "wanted": "i32"}, constants=lambda op: {"FILTERED": op.filtered})
+def gradient_scale(y, x, given, wanted, scalars, units, UNIT, BLOCK, MODE, FILTERED):
+    """y = x times the scale `wanted` (2) / the scale `given` (2); FILTERED: 0 where x is not finite."""
+    i, mask = flat_indices(units, UNIT, BLOCK)
+    v = tl.load(x + i, mask=mask).to(tl.float32)
+    if FILTERED:
+        v = tl.where(tl.abs(v) < float("inf"), v, 0.0)
+    store_or_add(y + i, mask, v * (scale_of(wanted) / scale_of(given)), scalars, MODE)
 
 
 @device

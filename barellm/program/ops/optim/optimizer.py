@@ -33,36 +33,47 @@ class ClipScale(Op):
     counts one more in `skipped` (1,) i32.
 
     With a `loss_scale` (`program.loss_scale`) the gradients are too large by it: the norm is divided by it, and so is
-    the clipping scale. It doubles after GROWTH_STEPS updates with a finite norm, and halves after one without."""
+    the clipping scale."""
 
     name = "clip_scale"
     optional = ("loss_scale",)
-    inplace: ClassVar[dict[str, str]] = {"skipped": "skipped", "loss_scale": "loss_scale"}
+    inplace: ClassVar[dict[str, str]] = {"skipped": "skipped"}
 
     def infer(self, skipped: Tensor, loss_scale: Tensor | None = None, **partials: Tensor) -> dict[str, Spec]:
-        state = {} if loss_scale is None else {"loss_scale": (loss_scale.shape, loss_scale.dtype)}
-        return {"clip": ((2,), "fp32"), "skipped": (skipped.shape, skipped.dtype), **state}
+        return {"clip": ((2,), "fp32"), "skipped": (skipped.shape, skipped.dtype)}
 
     def reference(self, skipped, loss_scale=None, **partials):
         """clip = [norm, scale] from the partial sums; NaN as scale tells the optimizers to skip the step."""
         loss_factor = 1.0 if loss_scale is None else scale_of(loss_scale)
         norm = np.sqrt(sum(p.sum() for p in partials.values())) / loss_factor
-        finite = np.isfinite(norm)
-        state = {} if loss_scale is None else {"loss_scale": self._next(loss_scale, bool(finite))}
-        if not finite:
-            return {"clip": np.array([norm, np.nan]), "skipped": skipped + 1, **state}
+        if not np.isfinite(norm):
+            return {"clip": np.array([norm, np.nan]), "skipped": skipped + 1}
         limit = self.attrs["clip"]
         scale = min(1.0, limit / norm) if limit > 0 and norm > 0 else 1.0
-        return {"clip": np.array([norm, scale / loss_factor]), "skipped": skipped, **state}
+        return {"clip": np.array([norm, scale / loss_factor]), "skipped": skipped}
 
-    @staticmethod
-    def _next(loss_scale: np.ndarray, finite: bool) -> np.ndarray:
-        power, good = (int(n) for n in loss_scale)
-        if not finite:
-            return np.array([max(power - 1, LEAST_SCALE - FIRST_SCALE), 0], np.int32)
-        if good + 1 < GROWTH_STEPS:
-            return np.array([power, good + 1], np.int32)
-        return np.array([min(power + 1, MOST_SCALE - FIRST_SCALE), 0], np.int32)
+
+class UpdateScale(Op):
+    """The next state of a loss scale, or of a residual branch's gradient scale (`program.loss_scale`), from the partial sums of
+    squares p0, p1, ... of the gradients that carry it. It doubles after GROWTH_STEPS updates in which they are finite, and halves
+    after one in which they are not."""
+
+    name = "update_scale"
+    inplace: ClassVar[dict[str, str]] = {"scale": "scale"}
+
+    def infer(self, scale: Tensor, **partials: Tensor) -> dict[str, Spec]:
+        return {"scale": (scale.shape, scale.dtype)}
+
+    def reference(self, scale, **partials):
+        """[power of two less FIRST_SCALE, good updates since it changed]."""
+        power, good = (int(n) for n in scale)
+        if not np.isfinite(sum(p.sum() for p in partials.values())):
+            state = [max(power - 1, LEAST_SCALE - FIRST_SCALE), 0]
+        elif good + 1 < GROWTH_STEPS:
+            state = [power, good + 1]
+        else:
+            state = [min(power + 1, MOST_SCALE - FIRST_SCALE), 0]
+        return {"scale": np.array(state, np.int32)}
 
 
 class AdamW(Op):

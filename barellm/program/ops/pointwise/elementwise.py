@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from barellm.program.graph import Graph
+from barellm.program.loss_scale import scale_of
 from barellm.program.ops.base import Dim, Op, Spec, Tensor, describe
 
 GELU_SCALE = sqrt(2.0 / pi)
@@ -67,6 +68,21 @@ class Rescale(Op):
             g.alias(self.x, y)
         else:
             g.write(Rescale, {"y": self.x}, x=y, forward=self.backward, backward=self.forward)
+
+
+class GradientScale(Op):
+    """y = x 2^(wanted - given), fp32: the gradient x, which carries the scale `given`, with the scale `wanted`, exactly; both are
+    states (`program.loss_scale`). Where it is `filtered`, zero replaces what is not finite, so that no overflow leaves a branch."""
+
+    name = "gradient_scale"
+    flops_per_element = (1, "x")
+
+    def infer(self, x: Tensor, given: Tensor, wanted: Tensor) -> dict[str, Spec]:
+        return {"y": (x.shape, "fp32")}
+
+    def reference(self, x, given, wanted):
+        x = np.where(np.isfinite(x), x, 0.0) if self.filtered else x
+        return {"y": x * (scale_of(wanted) / scale_of(given))}
 
 
 class Zeros(Op):
