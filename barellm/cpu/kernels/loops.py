@@ -18,6 +18,7 @@ GRAIN = 8192  # flat elements of a work item: some 5 to 10 us
 STREAM_BYTES = 24 << 20  # a larger result leaves the caches: it is stored non-temporally
 
 LINE = 64  # bytes of a cache line
+CHAINS = 4  # independent accumulation chains of a sum: they hide the latency of an addition
 ROW_UNROLL = 4  # vectors of a row that are stored together
 ROW_TOGETHER = 2  # and of each of several results
 

@@ -1,5 +1,4 @@
-"""Numbers that a call carries beside its addresses: a constant of an op that many ops with the same code do not share. And what
-kernels that compute with the bits of fp32 know of it."""
+"""Constants of an op that a call carries beside its addresses, as ops with the same code differ in them; and fp32's bits."""
 
 import struct
 

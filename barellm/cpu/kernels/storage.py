@@ -20,8 +20,7 @@ def weight_operands(name: str, t: Tensor) -> dict[str, Any]:
 
 def store_halves(k, p, lanes, index, mask, *, high: bool) -> None:
     """Store 16 bits, the upper ones with `high`, of each i32 lane of one or two adjacent vectors to p[index...]; a mask only with
-    one. The halves of two vectors are interleaved by one shuffle and stored at once: AVX-512 truncates a vector in two operations,
-    and stores half of one."""
+    one. Two vectors' halves are interleaved by one shuffle and stored at once: AVX-512 truncates a vector in two operations."""
     if len(lanes) == 2:
         halves = f"<{2 * k.lanes} x i16>"
         a, b = (k.bitcast(v, halves) for v in lanes)

@@ -6,8 +6,7 @@ first key of a block of KEY_BLOCK; `j`, a key's row in it. Scores, P and dS are 
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from math import e as E
-from math import log2
+from math import e, log2
 from typing import Any
 
 from barellm.cpu.kernel import ISA, Value
@@ -118,7 +117,7 @@ class BackwardHead:
             if vnni:
                 micro.vnni_pack(k, g, rows, g.queries, s[name])
         masks = [k.mask_first(count - v * g.lanes) for v in range(g.vectors)]
-        shift = [self.lse.load(t + v * g.lanes, mask) * -log2(E) for v, mask in enumerate(masks)]
+        shift = [self.lse.load(t + v * g.lanes, mask) * -log2(e) for v, mask in enumerate(masks)]
         return shift, [self.delta.load(t + v * g.lanes, mask) for v, mask in enumerate(masks)]
 
     def key_bounds(self, t) -> micro.KeyBounds | None:

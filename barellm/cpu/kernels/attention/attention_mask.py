@@ -10,8 +10,7 @@ Paired heads (modded-nanogpt) attend over a folded sequence of twice the length,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import e as E
-from math import log2, sqrt
+from math import e, log2, sqrt
 from typing import Any, NamedTuple
 
 from barellm.cpu.kernel import Op, Pointer, Value
@@ -58,7 +57,7 @@ class MaskSpec(NamedTuple):
 
     def softmax_scale_log2(self, k, D: int) -> Any:
         """`softmax_scale` times log2(e), as exponentials are computed as powers of 2."""
-        return self.softmax_scale(k, D, log2(E))
+        return self.softmax_scale(k, D, log2(e))
 
     def capped(self, k, x, D: int) -> Value:
         """The score x = q k^T, or with a softcap tanh(x scale / softcap), in [-1, 1]; `softmax_scale` multiplies it afterwards."""

@@ -108,7 +108,8 @@ class HeadLoop:
         for j, c in enumerate(range(0, self.D, k.lanes)):
             first, last = max(low - c, 0), min(high - c, k.lanes)
             if first < last:
-                vectors.append((j, c, None if last - first == k.lanes else lane_range_mask(k, first, last)))
+                lanes = ", ".join(f"i1 {'true' if first <= i < last else 'false'}" for i in range(k.lanes))
+                vectors.append((j, c, None if last - first == k.lanes else Value(k, f"<{k.lanes} x i1>", f"<{lanes}>")))
         return vectors
 
     def load(self, row) -> list[Value]:
@@ -147,12 +148,6 @@ class HeadLoop:
             chain = sums[j % CHAINS]
             chain.value = self.k.fma(u, v, chain.value)
         return self.k.sum(tree_reduce(sums, add))
-
-
-def lane_range_mask(k, first: int, last: int) -> Value:
-    """The mask of the lanes [first, last)."""
-    bits = ", ".join(f"i1 {'true' if first <= i < last else 'false'}" for i in range(k.lanes))
-    return Value(k, f"<{k.lanes} x i1>", f"<{bits}>")
 
 
 @kernel("qk_rotary", constants=lambda op: {"eps": op.eps, **constants_of(op)}, views="x")

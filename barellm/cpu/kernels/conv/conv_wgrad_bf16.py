@@ -90,8 +90,8 @@ class WeightGradient:
 
     def __init__(self, k, dw, dy, x, *, images: im2col.Images, geometry: im2col.ConvGeometry, blocking: Blocking,
             mode: str) -> None:  # fmt: skip
-        """dw (groups rows, channels taps) fp32, dy (N, groups rows, P, Q) bf16, x (N, groups channels, H, W) bf16. Scratch as
-        `ScratchLayout` has it."""
+        """dw (groups rows, channels taps) fp32, dy (N, groups rows, P, Q) and x (N, groups channels, H, W) bf16. Scratch:
+        `ScratchLayout`."""
         self.k, self.dw, self.images, self.geometry = k, dw, k.num_elements(*images), geometry
         self.groups, self.rows, self.blocking, self.mode = geometry.groups, geometry.rows, blocking, mode
         self.scratch, at = ScratchLayout(k.isa, geometry, blocking), k.thread_scratch()
@@ -159,8 +159,8 @@ class WeightGradient:
 
     def _micro_kernel(self, dst, left, panel, num_images, add_previous) -> None:
         """dst [tile.mr][tile_n] fp32 = dy x^T over the positions of a K block, plus the old dst where `add_previous` (i1). `left`:
-        the packed lines of dy, [row][position], of the first of `num_images` images; `panel`: VNNI pairs of x, [pair][tile_n][2],
-        shifted by the tap."""
+        dy's packed lines, [row][position], of the first of `num_images` images; `panel`: VNNI pairs of x, [pair][tile_n][2], a
+        tap's."""
         k, tile, steps = self.k, self.blocking.tile, self.steps
         left_bytes = 2 * self.blocking.rows * self.dy.pitch  # bytes from an image to the next
         panel_bytes = len(self.scratch.parities) * self.scratch.copy

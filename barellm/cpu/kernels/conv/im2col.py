@@ -19,7 +19,6 @@ from barellm.program.integers import ceil_div, round_up
 UNROLLED_LINE = 16  # vectors of a line that is copied without loops
 UNROLLED_COPY = 8  # and of a line's copy into a panel
 
-
 # How many images there are, a constant of code: `count` for each of the run-time sizes `dims`, `k.num_elements(dims, count)`.
 Images = tuple[tuple[str, ...], int]
 

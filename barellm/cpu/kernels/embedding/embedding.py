@@ -12,8 +12,8 @@ PREFETCH_ROWS = 4  # of the token table, into L2
 
 def embedding(k, y, tokens, wte, wte_lo, wpe, wpe_lo, positions, *, batch, seq, C) -> None:
     """The kernel: y[b, t] (C) = wte[tokens[b, t]] + wpe[pos + t], or wpe[positions[b, t]], or nothing where `wpe` is None. wte (V,
-    C), wpe (maxT, C) of any storage format (`_lo`: their low planes). A row of wte cannot be predicted by hardware, so later rows
-    are prefetched."""
+    C), wpe (maxT, C) of any storage format (`_lo`: their low planes). Hardware cannot predict a row of wte, so later rows are
+    prefetched."""
     seq, pos = k.size(seq), None if wpe is None or positions is not None else k.scalar("pos")
     token_rows, position_rows = storage.Weight(k, wte, wte_lo), storage.Weight(k, wpe, wpe_lo)
     rows = k.size(batch) * seq

@@ -102,8 +102,7 @@ def microkernel(k, out, panel, parts: list[tuple[TileA, Any]], *, begun=None,
 
 
 def load_accumulators(k, out, begun, *, row: int) -> None:
-    """Set the accumulators (tile registers 0 to 3): zero, or where `begun` (i1, or known here) loaded from out [MR][NR] fp32 with
-    row pitch `row` bytes."""
+    """Set the accumulators: zero, or where `begun` (i1, or known here) loaded from out [MR][NR] fp32 with row pitch `row` bytes."""
 
     def load() -> None:
         for i, j in CORNERS:
@@ -113,8 +112,7 @@ def load_accumulators(k, out, begun, *, row: int) -> None:
 
 
 def _init_accumulators(k, begun, load: Callable[[], None]) -> None:
-    """Set the accumulators (tile registers 0 to 3): `load()` emits the loads where `begun` (i1, or known here; None: never), else
-    they are zeroed."""
+    """Set the accumulators: `load()` emits the loads where `begun` (i1, or known here; None: never), else they are zeroed."""
     if isinstance(begun, Value):
         with k.when(begun):
             load()

@@ -91,8 +91,8 @@ class CountTile:
     bits that differ are in scratch, [row][column] of i16 or i32, and for a few words in registers."""
 
     def __init__(self, k, a, first, last, *, W: int, short: bool) -> None:
-        """`last` is the last row of all: rows behind it count as it does, and are not stored. `W`: words of a row; `short`: sums
-        fit into 16 bits."""
+        """`last`: the last row of all; rows behind it count as it does and are not stored. `W`: words of a row; `short`: sums fit
+        16 bits."""
         self.k, self.tiling, self.W = k, Tiling.of(k.isa), W
         self.rows = [a.at(k.min(first + r, last) * W) for r in range(self.tiling.rows)]
         self.tables, self.sums = k.thread_scratch(), k.thread_scratch().bytes(TABLES)

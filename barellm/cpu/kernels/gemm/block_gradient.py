@@ -13,7 +13,7 @@ from barellm.cpu.kernel import Lowering, Op, Tensor, lowering, part, rows_of
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.kernels.gemm.block_tile import Tiling, broadcast, isa_of, multiply_accumulate
 from barellm.cpu.kernels.gemm.microkernel import accumulators, add_previous_sums
-from barellm.cpu.kernels.gemm.packing import pack_b
+from barellm.cpu.kernels.gemm.packing import PackB
 from barellm.cpu.kernels.loops import shape_of
 from barellm.program.integers import ceil_div
 
@@ -44,13 +44,13 @@ def pack_strips(k, packed, x, row_begin, *, dims, inner, width, block, left) -> 
                 if left:
                     amx.pack_a(k, dst, source, col, some, stride=width, width=amx.NR, cols=None)
                 else:
-                    pack_b(k, dst, source, col, some, stride=width, width=amx.NR, cols=None, columns_next=True).run()
+                    PackB(k, dst, source, col, some, stride=width, width=amx.NR, cols=None, columns_next=True).run()
                     amx.pad_panel(k, dst, some)
             return
         with k.loop(0, some, tiling.pair) as r, k.loop(0, width // block * tiling.strips) as strip:
             dst = packed.at(strip * strip_units(tiling) + (t + r) // tiling.pair * tiling.nr)
             source, col, depth = x.at((t + r) * width), strip * tiling.nr, k.min(some - r, tiling.pair)
-            pack_b(k, dst, source, col, depth, stride=width, width=tiling.nr, cols=None).run()
+            PackB(k, dst, source, col, depth, stride=width, width=tiling.nr, cols=None).run()
 
 
 def block_sparse_wgrad(k, dweight, x, dy, places, count, row_begin, *, dtype, dims, inner, block, mode) -> None:

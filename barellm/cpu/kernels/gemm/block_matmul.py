@@ -13,7 +13,7 @@ from typing import Any
 from barellm.cpu.gemm_config import Tile
 from barellm.cpu.kernel import Lowering, Op, Tensor, Value, Var, lowering, part, weight_operand
 from barellm.cpu.kernels.gemm import amx, block_tile, microkernel
-from barellm.cpu.kernels.gemm.packing import pack_b, pack_b_transposed
+from barellm.cpu.kernels.gemm.packing import PackB, PackBTransposed
 from barellm.cpu.kernels.loops import accumulate, shape_of
 from barellm.program import block_layouts, dtypes
 from barellm.program.integers import ceil_div, round_up
@@ -46,9 +46,9 @@ def pack_blocks(k, packed, weight, count, *, block, transposed) -> None:
             dst, col = packed.at((number * tiling.strips + i) * strip), k.int(i * tiling.nr)
             shape = {"stride": block, "cols": block}
             if transposed:
-                packing = pack_b_transposed(k, dst, source, col, depth=k.int(block), even=True, nr=tiling.nr, **shape)
+                packing = PackBTransposed(k, dst, source, col, depth=k.int(block), even=True, nr=tiling.nr, **shape)
             else:
-                packing = pack_b(k, dst, source, col, block, width=tiling.nr, **shape)
+                packing = PackB(k, dst, source, col, block, width=tiling.nr, **shape)
             packing.run()
 
 

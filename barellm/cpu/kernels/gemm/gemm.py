@@ -171,17 +171,13 @@ class AmxGemm(gemm_mainloop.GemmMainloop):
         if count is None:
             options["overlap"] = partial(self._overlap_with_step, row)
 
-        def multiply_depth(depth: int) -> None:
-            amx.microkernel_rows(k, sums, a, count, panel, self.padded_a, depth=depth, **options)
-
         # The depth of a block is a constant of the code: a shorter last block gets code of its own.
-        if self.is_last_k is None or last_kc == self.kc:
-            multiply_depth(self.kc if self.k_blocks > 1 else self.depth)
-        else:
-            with k.when(self.is_last_k):
-                multiply_depth(last_kc)
-            with k.otherwise(self.is_last_k):
-                multiply_depth(self.kc)
+        depths = [(self.kc if self.k_blocks > 1 else self.depth, nullcontext())]
+        if self.is_last_k is not None and last_kc != self.kc:
+            depths = [(last_kc, k.when(self.is_last_k)), (self.kc, k.otherwise(self.is_last_k))]
+        for depth, branch in depths:
+            with branch:
+                amx.microkernel_rows(k, sums, a, count, panel, self.padded_a, depth=depth, **options)
         with (
             nullcontext() if self.is_last_k is None else k.when(self.is_last_k),
             k.loop(0, self.tile.mr if count is None else count) as r,

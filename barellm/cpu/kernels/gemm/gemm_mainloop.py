@@ -80,10 +80,9 @@ class GemmMainloop(ABC):
 
     def _k_blocks(self) -> Any:
         """Loop over the KC blocks of a group."""
-        k = self.k
         if self.k_group == 1:
             return nullcontext(self.k_begin)
-        return k.loop(self.k_begin, k.min(self.k_begin + self.k_group, self.k_blocks))
+        return self.k.loop(self.k_begin, self.k.min(self.k_begin + self.k_group, self.k_blocks))
 
     def pack_next(self, calls) -> None:
         """Pack the B panel that is needed next during this panel's full tiles, in `calls` calls of `b_panels.step`. Its id is panel
@@ -130,10 +129,10 @@ class GemmMainloop(ABC):
             even = kc % 8 == 0 and self.depth % 8 == 0  # 8: elements of a chunk of VNNI pairs
             sizes = {"cols": self.cols, "stride": self.depth, "depth": depth, "even": even, "nr": self.nr}
             fetch = partial(self._prefetch, col + self.nr, k_block) if self.use_amx else None
-            return packing.pack_b_transposed(k, into, self.weight.at(k_block * kc), col, fetch=fetch, **sizes)
+            return packing.PackBTransposed(k, into, self.weight.at(k_block * kc), col, fetch=fetch, **sizes)
         ragged = self.cols if self.cols % self.nr else None
         w = self.weight.at(k_block * (kc * self.cols))
-        return packing.pack_b(k, into, w, col, depth, stride=self.cols, width=self.nr, cols=ragged, columns_next=self.use_amx)
+        return packing.PackB(k, into, w, col, depth, stride=self.cols, width=self.nr, cols=ragged, columns_next=self.use_amx)
 
     def _prefetch(self, col, k_block, i) -> None:
         """With chunk i of the packing of KC block `k_block`: prefetch into the L2 four lines of the next panel, from column `col`

@@ -19,7 +19,7 @@ def microkernel(k, tile: Tile, load_a: BroadcastA, panel, k_units, vnni: bool, *
         prefetch: Callable[[Value], None] | None = None, overlap: Callable[[], None] | None = None,
         c_init: tuple[Value, Pointer] | None = None, is_last_k=None) -> list[list[Value]]:  # fmt: skip
     """A (mr, k_units) @ panel (k_units, nr): returns the accumulators, mr rows of fp32 vectors. A k unit is an element of the
-    depth, with `vnni` a pair of bf16. `panel`: packed by `pack_b` or `pack_b_transposed`, [k unit][nr]. load_a(r, u): unit u of row
+    depth, with `vnni` a pair of bf16. `panel`: packed by `PackB` or `PackBTransposed`, [k unit][nr]. load_a(r, u): unit u of row
     r of A in all lanes; `tail`: the same for the odd last element, done where `is_last_k` (None: always). `c_init`: (i1, pointer to
     [mr][nr] fp32); where true the accumulators begin with what a KC block before left there. Software pipelining: `prefetch(r)` is
     called mr times at even distances (all at once would fill the line-fill buffers), `overlap()` `overlap_calls` times."""

@@ -6,6 +6,7 @@
 A unit is 32 bits: one fp32, or a VNNI pair where the ISA has a bf16 dot product. Without one, bf16 becomes fp32 while packing; fp16
 always does. Packing is cut into chunks, so that it can be spread over a micro-kernel's loop (`PackTask`, `PanelBuffers`)."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -33,12 +34,20 @@ def panel_bytes(isa: ISA, dtype: str, depth: int, width: int) -> int:
     return round_up(nbytes, 64)
 
 
-class PackTask:
+class PackTask(ABC):
     """The packing of one panel, in chunks: all at once, or spread over a micro-kernel's loop, where ports are idle."""
 
-    def __init__(self, k, count, chunk: Callable[[Value], None], rest: Callable[[], None]) -> None:
-        """`chunk(i)` packs one of `count` chunks, `rest()` the partial one after them."""
-        self.k, self.count, self.chunk, self.pack_tail = k, k.int(count), chunk, rest
+    def __init__(self, k, count) -> None:
+        """`count`: how many whole chunks there are."""
+        self.k, self.count = k, k.int(count)
+
+    @abstractmethod
+    def chunk(self, i) -> None:
+        """Pack chunk i."""
+
+    @abstractmethod
+    def pack_tail(self) -> None:
+        """Pack what is left behind the whole chunks."""
 
     def run(self) -> None:
         with self.k.loop(0, self.count) as i:
@@ -104,53 +113,60 @@ class PanelBuffers:
             self.ready.value = self.next
 
 
-def pack_b_transposed(k, panel, w, col, *, cols: int, stride: int, depth, even: bool, nr: int,
-        fetch: Callable[[Value], None] | None = None) -> PackTask:  # fmt: skip
-    """The task that packs a B panel (depth, nr) from a transposed B: elements [0, depth) of rows [col, col + nr) of w (cols,
-    stride), which are B's columns. A chunk is 4 units of `lanes` columns, transposed 4 x 4 in each 128-bit group; chunks go along
-    the depth first. `even`: depth is a whole number of chunks. Columns beyond the last repeat it; the epilogue never stores them.
-    `fetch(i)`, with chunk i, prefetches what is packed later (None: chunks NEAR and FAR ahead)."""
-    pair = uses_vnni(k.isa, w.dtype)
-    lanes, elements = k.lanes, 8 if pair else 4  # of a column in a chunk
-    hangs_over = cols % nr != 0
-    out = panel.as_dtype("i32")
-    depth_chunks = depth // elements
+class PackBTransposed(PackTask):
+    """Packs a B panel (depth, nr) from a transposed B: elements [0, depth) of rows [col, col + nr) of w (cols, stride), which are
+    B's columns, to `panel` [k unit][nr]. A chunk is 4 units of `lanes` columns, transposed 4 x 4 in each 128-bit group; chunks go
+    along the depth first. Columns beyond the last repeat it; the epilogue never stores them."""
 
-    def column_of_b(i) -> Pointer:
-        return w.at((k.min(col + i, cols - 1) if hangs_over else col + i) * stride)
+    def __init__(self, k, panel, w, col, *, cols: int, stride: int, depth, even: bool, nr: int,
+            fetch: Callable[[Value], None] | None = None) -> None:  # fmt: skip
+        """`even`: depth is a whole number of chunks. `fetch(i)`: with chunk i, prefetch what is packed later (None: NEAR and FAR
+        chunks on)."""
+        self.out, self.w, self.col, self.cols, self.stride, self.depth = panel.as_dtype("i32"), w, col, cols, stride, depth
+        self.even, self.nr, self.fetch, self.vnni = even, nr, fetch or self._fetch_ahead, uses_vnni(k.isa, w.dtype)
+        self.elements = 8 if self.vnni else 4  # of a column in a chunk
+        self.depth_chunks = depth // self.elements
+        super().__init__(k, self.depth_chunks * (nr // k.lanes))
 
-    def fetch_ahead(i) -> None:
+    def _column_of_b(self, i) -> Pointer:
+        column = self.k.min(self.col + i, self.cols - 1) if self.cols % self.nr else self.col + i
+        return self.w.at(column * self.stride)
+
+    def _fetch_ahead(self, i) -> None:
+        k, quarter = self.k, self.k.lanes // 4
         for lead, near in ((NEAR, True), (FAR, False)):
             j = i + lead
-            later = w.at((col + j // depth_chunks * lanes + i % 4 * (lanes // 4)) * stride + j % depth_chunks * elements)
-            for r in range(lanes // 4):  # a line has four chunks: each prefetches a quarter of the lines
-                k.prefetch(later.at(r * stride), near=near)
+            column = self.col + j // self.depth_chunks * k.lanes + i % 4 * quarter
+            later = self.w.at(column * self.stride + j % self.depth_chunks * self.elements)
+            for r in range(quarter):  # a line has four chunks: each prefetches a quarter of the lines
+                k.prefetch(later.at(r * self.stride), near=near)
 
-    def chunk(i) -> None:
-        c, d = i // depth_chunks * lanes, i % depth_chunks * elements
-        (fetch or fetch_ahead)(i)
+    def chunk(self, i) -> None:
+        """Pack 4 units of `lanes` columns."""
+        k, c, d = self.k, i // self.depth_chunks * self.k.lanes, i % self.depth_chunks * self.elements
+        self.fetch(i)
         # Vector r has in its 128-bit group g the 4 units of column 4 g + r, so that the transposed vectors have columns in order.
-        four = [k.concat([_load_four_units(k, column_of_b(c + (r + g)).at(d), pair) for g in range(0, lanes, 4)]) for r in range(4)]
+        groups = range(0, k.lanes, 4)
+        four = [k.concat([_load_four_units(k, self._column_of_b(c + (r + g)).at(d), self.vnni) for g in groups]) for r in range(4)]
         for u, vector in enumerate(transpose_groups(k, four)):
-            out.store_raw(vector, (d // (elements // 4) + u) * nr + c)
+            self.out.store_raw(vector, (d // (self.elements // 4) + u) * self.nr + c)
 
-    def pack_tail() -> None:
-        """The units of a partial chunk, one by one; the last of an odd depth is paired with zero."""
-        if even:
+    def pack_tail(self) -> None:
+        """Pack the units of a partial chunk, one by one; the last of an odd depth is paired with zero."""
+        if self.even:
             return
-        with k.loop(0, nr) as c, k.loop(depth_chunks * elements, depth, 2 if pair else 1) as d:
-            p = column_of_b(c).at(d)
-            if not pair:
+        k, unit_elements = self.k, 2 if self.vnni else 1
+        with k.loop(0, self.nr) as c, k.loop(self.depth_chunks * self.elements, self.depth, unit_elements) as d:
+            p = self._column_of_b(c).at(d)
+            if not self.vnni:
                 value = k.op("i32", f"bitcast float {p.get().ref} to i32")
             else:
                 unit = k.var(k.op("i32", f"zext i16 {k.op('i16', f'load i16, ptr {p.ref}, align 2').ref} to i32"))
-                with k.when(d + 1 < depth):
+                with k.when(d + 1 < self.depth):
                     unit.value = k.op("i32", f"load i32, ptr {p.ref}, align 2")
                 value = unit.value
-            target = out.at((d // (2 if pair else 1)) * nr + c)
+            target = self.out.at((d // unit_elements) * self.nr + c)
             k.line(f"store {value.typed}, ptr {target.ref}, align 4")
-
-    return PackTask(k, depth_chunks * (nr // lanes), chunk, pack_tail)
 
 
 def _load_four_units(k, p, pair: bool) -> Value:
@@ -161,52 +177,56 @@ def _load_four_units(k, p, pair: bool) -> Value:
     return k.bitcast(k.widen16(half, p.dtype), "<4 x i32>")
 
 
-def pack_b(k, block, b, col, depth, *, stride: int, width: int, cols, columns_next: bool = False) -> PackTask:
-    """The task that packs a B panel (depth, width), [depth][width] or VNNI, from row-major B: rows [0, depth) and columns [col, col
-    + width) of b, row stride `stride` elements. A chunk is a row, or with VNNI an interleaved pair of rows. `cols`: the number of
-    b's columns where the panel may exceed it (zero-padded), else None. `columns_next`: the panel of the next columns follows, not
-    that of the next rows, so the far prefetch goes there."""
-    pair = uses_vnni(k.isa, b.dtype)
-    lanes = k.lanes
-    depth = k.int(depth)
-    vectors = range(0, width, lanes)
+class PackB(PackTask):
+    """Packs a B panel (depth, width) from row-major B: rows [0, depth) and columns [col, col + width) of b, row stride `stride`
+    elements, to `block` [depth][width] fp32 or VNNI. A chunk is a row, or with VNNI an interleaved pair of rows."""
 
-    def load(row, v: int) -> Value:
-        mask = None if cols is None else k.mask_first(cols - (col + v))
-        p = b.at(row * stride + col)
-        return p.load_raw(v, mask) if pair else p.load(v, mask)
+    def __init__(self, k, block, b, col, depth, *, stride: int, width: int, cols, columns_next: bool = False) -> None:
+        """`cols`: the number of b's columns where the panel may exceed it (zero-padded), else None. `columns_next`: the panel of
+        the next columns follows, not that of the next rows, so the far prefetch goes there."""
+        self.block, self.b, self.col, self.depth, self.stride, self.width = block, b, col, k.int(depth), stride, width
+        self.cols, self.columns_next, self.vnni = cols, columns_next, uses_vnni(k.isa, b.dtype)
+        super().__init__(k, self.depth >> 1 if self.vnni else self.depth)
 
-    def prefetch_rows(row) -> None:
+    def _load(self, row, v: int) -> Value:
+        mask = None if self.cols is None else self.k.mask_first(self.cols - (self.col + v))
+        p = self.b.at(row * self.stride + self.col)
+        return p.load_raw(v, mask) if self.vnni else p.load(v, mask)
+
+    def _prefetch_rows(self, row) -> None:
         """Prefetch the panel's row NEAR rows ahead to L1, and to L2 what is needed later."""
-        far = row * stride + col + width if columns_next else (row + FAR) * stride + col
+        b, col, stride = self.b, self.col, self.stride
+        far = row * stride + col + self.width if self.columns_next else (row + FAR) * stride + col
         for at, near in (((row + NEAR) * stride + col, True), (far, False)):
-            for line in range(0, width * b.itemsize, LINE):
-                k.prefetch(b.at(at).bytes(line), near=near)
+            for line in range(0, self.width * b.itemsize, LINE):
+                self.k.prefetch(b.at(at).bytes(line), near=near)
 
-    def store_pair(d, v: int, even, odd) -> None:
+    def _store_pair(self, d, v: int, even, odd) -> None:
         """Vector v of the interleaved rows d and d + 1."""
-        block.as_dtype("i32").store_raw(k.bitcast(k.interleave(even, odd), k.ivec), (d >> 1) * width + v)
+        pairs = self.k.bitcast(self.k.interleave(even, odd), self.k.ivec)
+        self.block.as_dtype("i32").store_raw(pairs, (d >> 1) * self.width + v)
 
-    def chunk(i) -> None:
-        if not pair:
-            prefetch_rows(i)
+    def chunk(self, i) -> None:
+        """Pack row i, or rows 2 i and 2 i + 1."""
+        vectors = range(0, self.width, self.k.lanes)
+        if not self.vnni:
+            self._prefetch_rows(i)
             for v in vectors:
-                block.as_dtype("fp32").store(load(i, v), i * width + v)
+                self.block.as_dtype("fp32").store(self._load(i, v), i * self.width + v)
             return
         d = i << 1
-        prefetch_rows(d)
-        prefetch_rows(d + 1)
+        self._prefetch_rows(d)
+        self._prefetch_rows(d + 1)
         for v in vectors:
-            store_pair(d, v, load(d, v), load(d + 1, v))
+            self._store_pair(d, v, self._load(d, v), self._load(d + 1, v))
 
-    def pack_tail() -> None:
-        """The last row of an odd depth, paired with zeros."""
-        if pair:
+    def pack_tail(self) -> None:
+        """Pack the last row of an odd depth, paired with zeros."""
+        k, depth = self.k, self.depth
+        if self.vnni:
             with k.when((depth & 1).differs(0)):
-                for v in vectors:
-                    store_pair(depth - 1, v, load(depth - 1, v), k.const(0, f"<{lanes} x i16>"))
-
-    return PackTask(k, depth >> 1 if pair else depth, chunk, pack_tail)
+                for v in range(0, self.width, k.lanes):
+                    self._store_pair(depth - 1, v, self._load(depth - 1, v), k.const(0, f"<{k.lanes} x i16>"))
 
 
 class PackedA:

@@ -6,6 +6,7 @@ and its B panels are dequantized while packing.
 
 Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16), out (rows, cols)."""
 
+from abc import abstractmethod
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -45,79 +46,86 @@ class QuantizedWeight:
     scales: Scales
 
     def pack(self, loop: gemm_mainloop.GemmMainloop, into, panel_id) -> packing.PackTask:
-        """The task that dequantizes KC block panel_id % k_blocks of a panel of the weight into a packed B panel (KC, NR), of fp32
-        or VNNI pairs. A chunk is BLOCK elements of the depth of a vector of columns."""
-        if not loop.transposed:
-            return self._pack_panel_dgrad(loop, into, panel_id)
-        k, nr, pair, codes = loop.k, loop.nr, packing.uses_vnni(loop.k.isa, loop.a.dtype), self.codes
-        last_tile, vectors = ceil_div(loop.cols, TILE) - 1, nr // k.lanes
-        col, k_block, depth = loop.block_of_panel(panel_id)
-        first, out = k_block * (loop.kc // BLOCK), into.as_dtype("i32")
-        blocks = k.int(depth) // BLOCK
-
-        def dequantize(block, v, elements: int) -> None:
-            """The first `elements` rows of a block, of vector v of the columns. Columns behind the last tile repeat it."""
-            column = col + v * k.lanes
-            tile, within = k.min(column // TILE, last_tile), column % TILE
-            at = first + block
-            scale = self._scale(tile, at * BLOCK // self.group_elements, within)
-            numbers = [x * scale for x in islice(codes.values(codes.block(tile, at), within), elements)]
-            for i, vector in enumerate(_vnni_pairs(k, numbers) if pair else numbers):
-                out.store_raw(k.bitcast(vector, k.ivec), (block * (BLOCK // (2 if pair else 1)) + i) * nr + v * k.lanes)
-
-        def pack_tail() -> None:
-            """The partial block at the end of the depth."""
-            if loop.depth % BLOCK:
-                with k.when((k_block + 1).equals(loop.k_blocks)), k.loop(0, vectors) as v:
-                    dequantize(blocks, v, loop.depth % BLOCK)
-
-        return packing.PackTask(k, blocks * vectors, lambda i: dequantize(i // vectors, i % vectors, BLOCK), pack_tail)
+        """The task that dequantizes KC block panel_id % k_blocks of a panel of the weight into a packed B panel (KC, NR)."""
+        if loop.transposed:
+            return DequantizeFprop(self, loop, into, panel_id, BLOCK, loop.nr // loop.k.lanes)
+        return DequantizeDgrad(self, loop, into, panel_id, TILE, ceil_div(loop.nr, BLOCK))
 
     @property
     def group_elements(self) -> int:
         """Elements of a row of the matrix that share a scale."""
         return self.codes.how.group or self.codes.blocks * BLOCK
 
-    def _scale(self, tile, group, within) -> Value:
+    def scale(self, tile, group, within) -> Value:
         """The scales of a group, of the `lanes` rows of the matrix from row `within` of a tile of rows on."""
         return self.scales.load(tile, group, within) * self.scales.powers(tile, within)
 
-    def _pack_panel_dgrad(self, loop: gemm_mainloop.GemmMainloop, into, panel_id) -> packing.PackTask:
-        """As `pack` for dgrad, where the stored matrix's rows are the depth. A chunk, TILE rows x BLOCK columns, is transposed."""
-        k, nr, pair, codes = loop.k, loop.nr, packing.uses_vnni(loop.k.isa, loop.a.dtype), self.codes
-        col, k_block, block_depth = loop.block_of_panel(panel_id)
-        depth = k.int(block_depth)
-        first, out, blocks = k_block * (loop.kc // TILE), into.as_dtype("i32"), ceil_div(nr, BLOCK)
-        per_unit = 2 if pair else 1  # rows in a unit of the panel
 
-        def dequantize(tile, i, rows: int) -> None:
-            """The first `rows` rows of a tile, in the panel's block i. Columns behind the last block repeat it."""
-            wanted = col // BLOCK + i
-            block, at, here = k.min(wanted, codes.blocks - 1), wanted * BLOCK - col, first + tile
-            group = block * BLOCK // self.group_elements
-            for within in range(0, rows, k.lanes):
-                scale = self._scale(here, group, within)
-                numbers = [x * scale for x in codes.values(codes.block(here, block), within)]
-                units = [k.bitcast(k.round_bf16(x), f"<{k.lanes // 2} x i32>") if pair else k.bitcast(x, k.ivec) for x in numbers]
-                unit = (tile * TILE + within) // per_unit
-                for n, row in enumerate(_transpose_columns(k, units)[: ceil_div(min(rows - within, k.lanes), per_unit)]):
-                    store(row, unit + n, at)
+class DequantizePanel(packing.PackTask):
+    """Dequantizes a KC block of a panel to `out` [k unit][NR], fp32 or VNNI pairs. A chunk is `step` elements of the depth of one
+    of `pieces` groups of columns."""
 
-        def store(row, unit, at) -> None:
-            """The columns of a unit, in vectors of them; those that are another panel's are left out."""
-            width = BLOCK // len(row)
-            for j, vector in enumerate(row):
-                column = at + j * width
-                with nullcontext() if nr % BLOCK == 0 else k.when((column >= 0) & (column < nr)):
-                    k.line(f"store {vector.typed}, ptr {out.at(unit * nr + column).ref}, align 4")
+    def __init__(self, weight: QuantizedWeight, loop: gemm_mainloop.GemmMainloop, into, panel_id, step: int, pieces: int) -> None:
+        self.weight, self.loop, self.vnni = weight, loop, packing.uses_vnni(loop.k.isa, loop.a.dtype)
+        self.col, self.k_block, depth = loop.block_of_panel(panel_id)
+        self.first, self.out = self.k_block * (loop.kc // step), into.as_dtype("i32")
+        self.depth, self.step_size, self.pieces = loop.k.int(depth), step, pieces
+        super().__init__(loop.k, self.depth // step * pieces)
 
-        def pack_tail() -> None:
-            """The partial tile at the end of the depth."""
-            if loop.depth % TILE:
-                with k.when((k_block + 1).equals(loop.k_blocks)), k.loop(0, blocks) as i:
-                    dequantize(depth // TILE, i, loop.depth % TILE)
+    @abstractmethod
+    def dequantize(self, number, piece, elements: int) -> None:
+        """The first `elements` of step `number` of the depth, of group `piece` of the columns."""
 
-        return packing.PackTask(k, depth // TILE * blocks, lambda i: dequantize(i // blocks, i % blocks, TILE), pack_tail)
+    def chunk(self, i) -> None:
+        self.dequantize(i // self.pieces, i % self.pieces, self.step_size)
+
+    def pack_tail(self) -> None:
+        k, rest = self.k, self.loop.depth % self.step_size
+        if rest:
+            with k.when((self.k_block + 1).equals(self.loop.k_blocks)), k.loop(0, self.pieces) as piece:
+                self.dequantize(self.depth // self.step_size, piece, rest)
+
+
+class DequantizeFprop(DequantizePanel):
+    """Of a stored matrix whose rows are columns of B. A chunk is a block of the depth x a vector of columns."""
+
+    def dequantize(self, block, v, elements: int) -> None:
+        """The first `elements` rows of a block, of vector v of the columns. Columns behind the last tile repeat it."""
+        k, nr, codes, last_tile = self.k, self.loop.nr, self.weight.codes, ceil_div(self.loop.cols, TILE) - 1
+        column = self.col + v * k.lanes
+        tile, within = k.min(column // TILE, last_tile), column % TILE
+        at = self.first + block
+        scale = self.weight.scale(tile, at * BLOCK // self.weight.group_elements, within)
+        numbers = [x * scale for x in islice(codes.values(codes.block(tile, at), within), elements)]
+        for i, vector in enumerate(_vnni_pairs(k, numbers) if self.vnni else numbers):
+            self.out.store_raw(k.bitcast(vector, k.ivec), (block * (BLOCK // (2 if self.vnni else 1)) + i) * nr + v * k.lanes)
+
+
+class DequantizeDgrad(DequantizePanel):
+    """Of a stored matrix whose rows are the depth. A chunk is TILE rows x BLOCK columns, transposed in registers."""
+
+    def dequantize(self, tile, i, rows: int) -> None:
+        """The first `rows` rows of a tile, in the panel's block i. Columns behind the last block repeat it."""
+        k, codes, unit_rows = self.k, self.weight.codes, 2 if self.vnni else 1
+        wanted = self.col // BLOCK + i
+        block, at, here = k.min(wanted, codes.blocks - 1), wanted * BLOCK - self.col, self.first + tile
+        group = block * BLOCK // self.weight.group_elements
+        for within in range(0, rows, k.lanes):
+            scale = self.weight.scale(here, group, within)
+            numbers = [x * scale for x in codes.values(codes.block(here, block), within)]
+            pairs = f"<{k.lanes // 2} x i32>"
+            units = [k.bitcast(k.round_bf16(x), pairs) if self.vnni else k.bitcast(x, k.ivec) for x in numbers]
+            unit = (tile * TILE + within) // unit_rows
+            for n, row in enumerate(_transpose_columns(k, units)[: ceil_div(min(rows - within, k.lanes), unit_rows)]):
+                self._store(row, unit + n, at)
+
+    def _store(self, row, unit, at) -> None:
+        """Store the columns of a unit, in vectors of them; those that are another panel's are left out."""
+        k, nr, width = self.k, self.loop.nr, BLOCK // len(row)
+        for j, vector in enumerate(row):
+            column = at + j * width
+            with nullcontext() if nr % BLOCK == 0 else k.when((column >= 0) & (column < nr)):
+                k.line(f"store {vector.typed}, ptr {self.out.at(unit * nr + column).ref}, align 4")
 
 
 def _transpose_columns(k, columns) -> list[list[Value]]:

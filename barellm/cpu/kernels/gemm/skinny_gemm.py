@@ -152,21 +152,17 @@ class SkinnyGemm:
             if tiles:
                 tiles.panel_sums(column, self.sums, self.width)
             else:
-                self._panel_sums(column)
+                is_gemv = self.rows.equals(1)
+                with k.when(is_gemv):
+                    self._gemv(column)
+                with k.otherwise(is_gemv):
+                    self._gemm_blocks(column)
             epilogue = make_epilogue(column)
             with k.loop(0, self.rows) as row:
                 for v in range(nr // k.lanes):
                     epilogue.put(row, v, self.sums.load(row * self.width + v * k.lanes))
         if tiles:
             tiles.release()
-
-    def _panel_sums(self, column) -> None:
-        """The sums of the panel from `column` on, on vector registers."""
-        is_gemv = self.rows.equals(1)
-        with self.k.when(is_gemv):
-            self._gemv(column)
-        with self.k.otherwise(is_gemv):
-            self._gemm_blocks(column)
 
     def _gemv(self, column) -> None:
         """M = 1: `config.unroll` columns at a time over the whole depth, while the next ones are prefetched."""

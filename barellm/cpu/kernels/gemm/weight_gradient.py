@@ -125,7 +125,7 @@ class WeightGradient:
         t, col = number // self.K, number % self.K
         ragged = self.K if self.K % self.nr else None
         source, depth = self.x.at(t * self.x_row), self.k.min(self.tokens - t, self.chunk)
-        return packing.pack_b(self.k, into, source, col, depth, stride=self.x_row, width=self.nr, cols=ragged)
+        return packing.PackB(self.k, into, source, col, depth, stride=self.x_row, width=self.nr, cols=ragged)
 
     def _block_of_a(self, number) -> tuple[Pointer, Value, Value, Value]:
         """Block `number` of A, t * m_blocks + m_block: (dy, first and last column of dy, tokens), from token t on."""

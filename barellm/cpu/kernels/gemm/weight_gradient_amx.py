@@ -33,7 +33,7 @@ def weight_gradient_amx(k, dy, x, tokens, *, N: int, K: int, dy_row: int, x_row:
         t, col = number // K, number % K
         ragged = K if K % nr else None
         depth = k.min(tokens - t, amx.KC)
-        return packing.pack_b(k, into, x.at(t * x_row), col, depth, stride=x_row, width=nr, cols=ragged)
+        return packing.PackB(k, into, x.at(t * x_row), col, depth, stride=x_row, width=nr, cols=ragged)
 
     b_panels = packing.PanelBuffers(k, scratch, nbytes, pack)
     amx.configure(k)

@@ -8,12 +8,11 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import Lowering, Op, Tensor, Value, lowering, part
-from barellm.cpu.kernels.loops import Vector, columns, fill, new_accumulators, row_grain, shape_of, tree_reduce, vectors
+from barellm.cpu.kernels.loops import CHAINS, Vector, columns, fill, new_accumulators, row_grain, shape_of, tree_reduce, vectors
 from barellm.cpu.kernels.loss.loss_scale import scale_of
 from barellm.cpu.lang.vector import exp, ln
 
 ALL_ROWS = 1 << 62  # a `row_limit` that is none
-CHAINS = 4  # independent accumulation chains of a sum
 
 
 def num_rows(k, dims, inner, row_begin, row_limit) -> Value:

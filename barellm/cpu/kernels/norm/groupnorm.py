@@ -7,10 +7,8 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import Op, Value, dims_of, kernel
-from barellm.cpu.kernels.loops import accumulate, accumulate_scalar, columns, new_accumulators, row_grain, tree_reduce
+from barellm.cpu.kernels.loops import CHAINS, accumulate, accumulate_scalar, columns, new_accumulators, row_grain, tree_reduce
 from barellm.program.tensor import Dim
-
-CHAINS = 4  # independent accumulation chains of a sum
 
 
 def shape_of(op: Op) -> dict[str, Any]:

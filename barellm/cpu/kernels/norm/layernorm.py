@@ -11,7 +11,6 @@ from barellm.cpu.kernels import loops
 from barellm.cpu.kernels.reductions import chunks_of_rows, column_sums, lower_column_sums
 from barellm.program.ops.norm.rmsnorm import heads_of
 
-CHAINS = 4  # independent accumulation chains of a sum
 STEP_REGISTERS = 12  # accumulators and what a step needs, beside a row that stays in registers
 
 
@@ -21,8 +20,8 @@ Factors = Callable[[Any, Value | None, int], tuple[Value, Value]]
 def row_sums(k, C: int, factors: Factors, *, unrolled: bool = False, of_u: bool = True) -> list[Value]:
     """[sum(u v)] over a row of C columns, with `of_u` [sum(u v), sum(u)]. factors(c, mask, j) gives the vectors u and v at column
     c; u must be zero in masked lanes. `unrolled`: as in `loops.columns`."""
-    products, sums = loops.new_accumulators(k, CHAINS), loops.new_accumulators(k, CHAINS) if of_u else []
-    for c, mask, j in loops.columns(k, C, unroll=CHAINS, unrolled=unrolled):
+    products, sums = loops.new_accumulators(k, loops.CHAINS), loops.new_accumulators(k, loops.CHAINS) if of_u else []
+    for c, mask, j in loops.columns(k, C, unroll=loops.CHAINS, unrolled=unrolled):
         u, v = factors(c, mask, j)
         if of_u:
             sums[j].value = sums[j].value + u

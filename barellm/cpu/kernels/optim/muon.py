@@ -17,8 +17,6 @@ from barellm.cpu.tuning import select_config
 from barellm.program.ops.optim.muon import LEAST
 from barellm.program.ops.optim.optimizer import CHUNK
 
-CHAINS = 4  # independent accumulation chains
-
 
 def each_matrix(op: Op, **operands) -> Iterator[dict[str, Any]]:
     """Yield the operands for each matrix of the op's bank: the i-th share of every operand, None where it is None."""
@@ -34,8 +32,8 @@ def muon_momentum(k, m, u, partials, grad, clip, n, *, nesterov) -> None:
     finite = scale.equals(scale)  # NaN says that the gradient's norm is not finite
     momentum_vector, grad_factor = k.splat(momentum), k.splat((1.0 - momentum) * scale)
     with k.parallel_for((n + CHUNK - 1) // CHUNK) as chunk:
-        sums = loops.new_accumulators(k, CHAINS)
-        for i, mask, j in loops.vectors(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), unroll=CHAINS):
+        sums = loops.new_accumulators(k, loops.CHAINS)
+        for i, mask, j in loops.vectors(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), unroll=loops.CHAINS):
             old, g = m.load(i, mask), grad.load(i, mask) * grad_factor
             new = k.fma(old, momentum_vector, g)
             lookahead = k.fma(new, momentum_vector, g) if nesterov else new
@@ -98,16 +96,16 @@ def lower_apply(op: Op, c: Lowering) -> None:
 def row_means(k, means, x, rows, *, C) -> None:
     """means (rows) = the mean of the squares of each row of x (rows, C), a range of rows for each work item."""
     with k.parallel_range(rows, max(1, loops.GRAIN // C)) as (begin, end), k.loop(begin, end) as row:
-        sums, src = loops.new_accumulators(k, CHAINS), x.at(row * C)
-        for c, mask, j in loops.columns(k, C, unroll=CHAINS):
+        sums, src = loops.new_accumulators(k, loops.CHAINS), x.at(row * C)
+        for c, mask, j in loops.columns(k, C, unroll=loops.CHAINS):
             value = src.load(c, mask)
             sums[j].value = k.fma(value, value, sums[j].value)
         means.put(k.sum(loops.tree_reduce(sums, add)) / float(C), row)
 
 
 def column_means(k, means, x, rows, *, C) -> None:
-    """means (C) = the mean of the squares of each column of x (rows, C). A work item is CHAINS vectors of columns."""
-    with k.parallel_range(C, CHAINS * k.lanes) as (begin, end):
+    """means (C) = the mean of the squares of each column of x (rows, C). A work item is loops.CHAINS vectors of columns."""
+    with k.parallel_range(C, loops.CHAINS * k.lanes) as (begin, end):
         for c, mask, _ in loops.vectors(k, begin, end, unroll=1):
             total = k.var(k.to(0.0, k.vec))
             with k.loop(0, rows) as row:

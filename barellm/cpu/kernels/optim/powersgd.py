@@ -8,11 +8,10 @@ from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import Lowering, Op, Value, lowering, part
-from barellm.cpu.kernels.loops import GRAIN, columns, groups, new_accumulators, pieces, tree_reduce, vectors
+from barellm.cpu.kernels.loops import CHAINS, GRAIN, columns, groups, new_accumulators, pieces, tree_reduce, vectors
 from barellm.cpu.kernels.reductions import CHUNK_ROWS, CHUNKS, add_chunks, chunks_of_rows, rows_per_chunk
 from barellm.program.integers import round_up
 
-CHAINS = 4  # independent accumulation chains
 LEAST = 1e-37  # of the largest number of a column: the inverse of a smaller one is not finite
 # Rows and columns of a factor that are multiplied together, by register count.
 ACROSS, DOWN = {16: (2, 4), 32: (4, 6)}, {16: (4, 2), 32: (4, 6)}

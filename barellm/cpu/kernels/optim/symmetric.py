@@ -66,16 +66,16 @@ class SymmetricGemm:
         col, p = panel_id // self.k_blocks * nr, panel_id % self.k_blocks
         if self.columns or self.factors is not None:
             ragged = n if n % nr else None
-            return packing.pack_b(k, into, x.at(p * (kc * n)), col, self._kc_of(p), stride=n, width=nr, cols=ragged)
+            return packing.PackB(k, into, x.at(p * (kc * n)), col, self._kc_of(p), stride=n, width=nr, cols=ragged)
         even = kc % 8 == 0 and depth % 8 == 0  # 8: elements of a chunk of VNNI pairs
         sizes = {"cols": n, "stride": depth, "even": even, "nr": nr}
-        return packing.pack_b_transposed(k, into, x.at(p * kc), col, depth=self._kc_of(p), **sizes)
+        return packing.PackBTransposed(k, into, x.at(p * kc), col, depth=self._kc_of(p), **sizes)
 
     def _pack_a_panel(self, into, panel_id) -> packing.PackTask:
         """The task that packs A panel `panel_id` (first column of x * k_blocks + KC block) into `into`: `a_width` columns of x."""
         k, n, p = self.k, self.n, panel_id % self.k_blocks
         source, col = self.x.at(p * (self.kc * n)), panel_id // self.k_blocks
-        return packing.pack_b(k, into, source, col, self._kc_of(p), stride=n, width=self.a_width, cols=n)
+        return packing.PackB(k, into, source, col, self._kc_of(p), stride=n, width=self.a_width, cols=n)
 
     def run(self) -> None:
         """The parallel loop over work items: the KC blocks of each, then its epilogue."""

@@ -9,10 +9,9 @@ from contextlib import nullcontext
 
 from barellm.cpu.kernel import Lowering, Op, Value, Var, kernel, lowering
 from barellm.cpu.kernels import loops
-from barellm.cpu.kernels.loops import shape_of, tree_reduce
+from barellm.cpu.kernels.loops import CHAINS, shape_of, tree_reduce
 from barellm.cpu.kernels.numbers import FP32_INFINITY, FP32_MAGNITUDE
 
-CHAINS = 4  # independent accumulation chains
 LOWEST = -(1 << 31)  # below every key: of lanes that are no elements
 
 

@@ -73,8 +73,8 @@ def transpose_tiles(k, y, x, rows: int, columns: int, *, side: int, inner: Squar
 
 
 def transpose_plane(k, y, x, *, rows, columns) -> None:
-    """The kernel: y (columns, rows) = x^T of elements of 16 or 32 bits, whatever they encode. Results that exceed the caches are
-    stored non-temporally."""
+    """The kernel: y (columns, rows) = x^T of elements of 16 or 32 bits, whatever they encode, past the caches if it exceeds
+    them."""
     halves, side = y.itemsize == 2, k.lanes * 4 // y.itemsize
     nontemporal = rows * y.itemsize % loops.LINE == 0 and rows * columns * y.itemsize > loops.STREAM_BYTES
 
