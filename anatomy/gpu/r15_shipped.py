@@ -8,9 +8,9 @@ Read on in barellm/cuda/kernels/gemm/hopper.py.
 from __future__ import annotations
 
 from anatomy.gpu_rung import gpu_rung
-from barellm.cuda.kernels.gemm.hopper import launch_gemm
+from barellm.cuda.kernels.gemm.hopper import launch_hopper_gemm
 
 
 @gpu_rung("shipped", dtype="bf16")
 def launch(p):
-    launch_gemm(p.lowering, "nn", out=p.c, a=p.a, b=p.b, rows=p.M, most=p.M, N=p.K, K=p.N)
+    launch_hopper_gemm(p.lowering, "nn", out=p.c, a=p.a, b=p.b, rows=p.M, most=p.M, N=p.K, K=p.N)

@@ -45,7 +45,7 @@ class ModelConfig(Section, section="model"):
             raise UserError(f"model.padded_vocab {self.padded_vocab} is below model.vocab_size {self.vocab_size}")
 
 
-OF_ADAMW = {"beta1", "beta2", "eps", "clip", "skip_loss_z", "skip_norm_z", "moments"}  # read by adamw and muon
+OF_ADAMW = {"beta1", "beta2", "eps", "clip", "moments"}  # read by adamw and muon
 OF_MUON = {"orthogonalization", "step_scale"}
 OF_MATRICES = {  # read by muon and speedrun
     "muon_lr", "muon_lr_ratio", "momentum", "momentum_start", "momentum_warmup", "momentum_cooldown", "ns_steps", "cautious",

@@ -45,7 +45,7 @@ class constant:
 
 
 class DeviceFunction:
-    """A marked function. `dialect`: "triton" or "gluon"."""
+    """A marked function. `dialect`: "triton", "gluon" or "host"."""
 
     def __init__(self, function: Callable[..., Any], dialect: str) -> None:
         self.function, self.dialect = function, dialect
@@ -71,6 +71,11 @@ def device(function: Callable[..., Any]) -> DeviceFunction:
 def gluon(function: Callable[..., Any]) -> DeviceFunction:
     """Mark a Gluon kernel, or a function that Gluon kernels call."""
     return DeviceFunction(function, "gluon")
+
+
+def compile_time(function: Callable[..., Any]) -> DeviceFunction:
+    """Mark a function of constants, as of a layout, that kernels call while they are compiled."""
+    return DeviceFunction(function, "host")
 
 
 @cache
@@ -100,7 +105,7 @@ def namespace(module: str, interpreted: bool) -> dict[str, Any]:
         copy.__annotations__, copy.__module__, copy.__qualname__ = dict.fromkeys(f.constants, "tl.constexpr"), module, f.name
         with knobs.runtime.scope():
             knobs.runtime.interpret = interpreted
-            objects[f.name] = gluon_jit.jit(copy) if f.dialect == "gluon" else triton.jit(copy)
+            objects[f.name] = {"gluon": gluon_jit.jit, "triton": triton.jit, "host": triton.constexpr_function}[f.dialect](copy)
     return objects
 
 

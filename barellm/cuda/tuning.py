@@ -23,7 +23,7 @@ from barellm.runtime.tuner.problem import Gemm, given_config
 SHIPPED = Path(__file__).with_name("tuned.json")  # what was measured on cards that people have: nothing yet
 KERNELS = (
     "matmul", "hopper", "hopper_warp_specialized", "epilogue", "activations", "split_k", "attention", "attention_backward",
-    "attention_mask", "attention_tiles", "hopper_attention", "hopper_attention_backward", "random", "common",
+    "attention_mask", "attention_tiles", "hopper_attention", "hopper_attention_backward", "hopper_pipeline", "random", "common",
 )  # fmt: skip
 FILES = ("gemm_config.py", "attention_config.py", "tuning.py", *(f"{name}.py" for name in KERNELS))  # below this folder
 

@@ -25,7 +25,7 @@ from barellm.cuda import compile as cuda_compile
 from barellm.cuda import step, tuning
 from barellm.cuda.compile import compiled
 from barellm.cuda.kernel import MODES, Lowering, Specialisation, Target
-from barellm.cuda.kernels.gemm.hopper import fits, launch_gemm
+from barellm.cuda.kernels.gemm.hopper import fits_hopper_gemm, launch_hopper_gemm
 from barellm.cuda.step import lower_and_plan
 from barellm.cuda.tuner.candidates import KERNELS
 from barellm.models import HIDDEN, preset
@@ -96,8 +96,8 @@ def hopper_products() -> dict[Specialisation, str]:
         shapes = {"nt": ((tokens, K), (N, K)), "nn": ((tokens, N), (N, K)), "tn": ((tokens, N), (tokens, K))}[role]
         given = {"out": out, "a": matrix(*shapes[0]), "b": matrix(*shapes[1]), "rows": lambda s: s.tokens, "most": tokens}
         given |= {"N": N, "K": K, **operands}
-        assert fits(c, role, **given)
-        launch_gemm(c, role, **given)
+        assert fits_hopper_gemm(c, role, **given)
+        launch_hopper_gemm(c, role, **given)
 
     bias = Tensor("bias", (N,), "fp32", "parameter")
     for name in COMMON:

@@ -130,54 +130,58 @@ def test_every_order_of_a_small_ring(name):
 
 
 SUMS = "sums, two blocks of columns"
+PRODUCER, CONSUMER = "gemm_producer_warp", "gemm_consumer_warpgroup"
 MUTANTS = {
-    "the loader's phase flipped": ("nt", "producer", "(i // STAGES & 1) ^ 1", "i // STAGES & 1"),
-    "no wait for room": ("nt", "producer", "hopper.mbarrier.wait(empty.index(s), (i // STAGES & 1) ^ 1)", "pass"),
-    "too few bytes expected": ("nt", "producer", "2 * a_map.block_type.nbytes +", "a_map.block_type.nbytes +"),
-    "too many bytes expected": ("nt", "producer", "2 * a_map.block_type.nbytes +", "3 * a_map.block_type.nbytes +"),
+    "the loader's phase flipped": ("nt", PRODUCER, "producer_acquire(empty, i)", "consumer_wait(empty, i)"),
+    "no wait for room": ("nt", PRODUCER, "producer_acquire(empty, i)", "pass"),
+    "too few bytes expected": ("nt", PRODUCER, "2 * a_map.block_type.nbytes +", "a_map.block_type.nbytes +"),
+    "too many bytes expected": ("nt", PRODUCER, "2 * a_map.block_type.nbytes +", "3 * a_map.block_type.nbytes +"),
     "one half's arrival is enough": ("nt", "hopper_gemm", "empty.index(s), count=2", "empty.index(s), count=1"),
     "a third arrival is missing": ("nt", "hopper_gemm", "empty.index(s), count=2", "empty.index(s), count=3"),
-    "the lower half waits for ever": ("one product", "consumer", "pred=i <= lead(STAGES)", "pred=False"),
+    "the lower half waits for ever": ("one product", CONSUMER, "pred=i <= lead(STAGES)", "pred=False"),
     "barriers are not fenced": ("nt", "hopper_gemm", "hopper.fence_async_shared()", "pass"),
-    "the products' phase flipped": ("nt", "mainloop", "i // pipeline[2].shape[0] & 1", "i // pipeline[2].shape[0] & 1 ^ 1"),
+    "the products' phase flipped": ("nt", "wgmma_mainloop", "consumer_wait(pipeline[2], i)", "producer_acquire(pipeline[2], i)"),
     "no wait for operands": (
-        "nt", "mainloop", "hopper.mbarrier.wait(pipeline[2].index(i % pipeline[2].shape[0]), i // pipeline[2].shape[0] & 1)", "pass"
+        "nt", "wgmma_mainloop", "consumer_wait(pipeline[2], i)", "pass"
     ),
-    "no wait for the product before": ("nt", "mainloop", "hopper.warpgroup_mma_wait(1, deps=(acc,))", "acc"),
-    "a stage released too early": ("nt", "mainloop", "hopper.warpgroup_mma_wait(1,", "hopper.warpgroup_mma_wait(2,"),
-    "no wait for the last product": ("nt", "mainloop", "hopper.warpgroup_mma_wait(0, deps=(acc,))", "acc"),
+    "no wait for the product before": ("nt", "wgmma_mainloop", "hopper.warpgroup_mma_wait(1, deps=(acc,))", "acc"),
+    "a stage released too early": ("nt", "wgmma_mainloop", "mma_wait(1, deps=(acc,))", "mma_wait(2, deps=(acc,))"),
+    "no wait for the last product": ("nt", "wgmma_mainloop", "hopper.warpgroup_mma_wait(0, deps=(acc,))", "acc"),
     "the wrong stage released": (
-        "nt, three stages", "consumer_release", "(i + STAGES - 1) % STAGES), pred=another", "i % STAGES), pred=another"
+        "nt, three stages", "release_previous_stage", "(i + STAGES - 1) % STAGES), pred=another", "i % STAGES), pred=another"
     ),
-    "the first step releases a stage": ("nt", "mainloop", "k > start", "True"),
+    "the first step releases a stage": ("nt", "wgmma_mainloop", "k > start", "True"),
     "a tile's last stage is kept": (
-        "nt", "consumer", "hopper.mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES))", "pass"
+        "nt", CONSUMER, "hopper.mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES))", "pass"
     ),
     "with sums: no wait for operands": (
-        SUMS, "consumer", "hopper.mbarrier.wait(pipeline[2].index(i % STAGES), i // STAGES & 1)", "pass"
+        SUMS, "wgmma_mainloop", "consumer_wait(pipeline[2], i)", "pass"
     ),
-    "with sums: the phase flipped": (SUMS, "consumer", "i // STAGES & 1", "i // STAGES & 1 ^ 1"),
-    "with sums: a stage released too early": (SUMS, "consumer", "hopper.warpgroup_mma_wait(1,", "hopper.warpgroup_mma_wait(3,"),
+    "with sums: the phase flipped": (SUMS, "wgmma_mainloop", "consumer_wait(pipeline[2], i)", "producer_acquire(pipeline[2], i)"),
+    "with sums: a stage released too early": (
+        SUMS, "wgmma_mainloop", "mma_wait(1, deps=(acc, column))", "mma_wait(3, deps=(acc, column))"
+    ),
     "with sums: no wait for the last products": (
-        SUMS, "consumer", "hopper.warpgroup_mma_wait(0, deps=(acc, column))", "acc, column"
+        SUMS, "wgmma_mainloop", "hopper.warpgroup_mma_wait(0, deps=(acc, column))", "acc, column"
     ),
-    "with sums: the first step releases a stage": (SUMS, "consumer", "k > start", "True"),
+    "with sums: the first step releases a stage": (SUMS, "wgmma_mainloop", "k > start", "True"),
     "ones are not fenced": (SUMS, "hopper_gemm", "hopper.fence_async_shared()", "pass"),
     "no fence before a copy out": ("nt", "tma_store", "hopper.fence_async_shared()", "pass"),
     "a slot reused too early": (
-        "nn, two blocks of columns", "epilogue",
+        "nn, two blocks of columns", "epilogue_and_store",
         "else:\n            hopper.tma.store_wait(EPI_STAGES - 1)", "else:\n            hopper.tma.store_wait(EPI_STAGES)",
     ),
     "gelu reuses a slot too early": (
-        "gelu", "epilogue", 'None:\n            hopper.tma.store_wait(EPI_STAGES - 1)', 'None:\n            pass'
+        "gelu", "epilogue_and_store", 'None:\n            hopper.tma.store_wait(EPI_STAGES - 1)', 'None:\n            pass'
     ),
-    "the end waits for no copy out": ("nt", "consumer", "\n    hopper.tma.store_wait(0)", "\n    pass"),
+    "the end waits for no copy out": ("nt", CONSUMER, "\n    hopper.tma.store_wait(0)", "\n    pass"),
     "no wait for what is fetched": (
-        "residual", "epilogue",
+        "residual", "epilogue_and_store",
         "hopper.mbarrier.wait(c_full.index(WG * EPI_STAGES + stored % EPI_STAGES), stored // EPI_STAGES & 1)", "pass",
     ),
-    "no wait for a free slot": ("residual", "load_c", "hopper.mbarrier.wait(c_empty.index(s), (i // EPI_STAGES & 1) ^ 1)", "pass"),
-    "a slot freed while it goes out": ("residual", "epilogue", "hopper.tma.store_wait(1)", "hopper.tma.store_wait(2)"),
+    "no wait for a free slot": ("residual", "load_epilogue_c",
+        "hopper.mbarrier.wait(c_empty.index(s), (i // EPI_STAGES & 1) ^ 1)", "pass"),
+    "a slot freed while it goes out": ("residual", "epilogue_and_store", "hopper.tma.store_wait(1)", "hopper.tma.store_wait(2)"),
 }  # fmt: skip
 
 

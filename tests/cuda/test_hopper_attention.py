@@ -79,43 +79,44 @@ def test_every_order_of_a_small_launch(name):
         check(wanted)
 
 
-K_WAIT = "hopper.mbarrier.wait(k_full.index(next_i % STAGES), next_i // STAGES & 1)"
-V_WAIT = "hopper.mbarrier.wait(v_full.index(next_i % STAGES), next_i // STAGES & 1)"
-FIRST_K = "hopper.mbarrier.wait(k_full.index(i % STAGES), i // STAGES & 1)"
-FIRST_V = "hopper.mbarrier.wait(v_full.index(i % STAGES), i // STAGES & 1)"
+K_WAIT = "consumer_wait(k_full, next_i)"
+V_WAIT = "consumer_wait(v_full, next_i)"
+FIRST_K = "consumer_wait(k_full, i)"
+FIRST_V = "consumer_wait(v_full, i)"
+PRODUCER, CONSUMER = "attention_producer_warp", "attention_consumer_warpgroup"
 MUTANTS = {
     "queries' room is not waited for": (
-        "three short tiles", "producer", "hopper.mbarrier.wait(q_empty.index(t % 2), (t // 2 & 1) ^ 1)", "pass"
+        "three short tiles", PRODUCER, "producer_acquire(q_empty, t)", "pass"
     ),
-    "queries' room, the phase flipped": ("two tiles", "producer", "(t // 2 & 1) ^ 1", "t // 2 & 1"),
-    "keys' room is not waited for": ("three tiles", "producer", "hopper.mbarrier.wait(k_empty.index(s), phase)", "pass"),
-    "values' room is not waited for": ("three tiles", "producer", "hopper.mbarrier.wait(v_empty.index(s), phase)", "pass"),
-    "the rings' phase flipped": ("two tiles", "producer", "(i // STAGES & 1) ^ 1", "i // STAGES & 1"),
-    "one half's queries expected": ("two tiles", "producer", "2 * q_map.block_type.nbytes", "q_map.block_type.nbytes"),
-    "too many bytes of values expected": ("two tiles", "producer", "v_map.block_type.nbytes", "2 * v_map.block_type.nbytes"),
-    "queries are not waited for": ("two tiles", "consumer", "hopper.mbarrier.wait(q_full.index(t % 2), t // 2 & 1)", "pass"),
-    "the first keys are not waited for": ("two tiles", "consumer", FIRST_K, "pass"),
-    "the first values are not waited for": ("two tiles", "consumer", FIRST_V, "pass"),
-    "the next keys are not waited for": ("two tiles", "consumer", K_WAIT, "pass"),
-    "the next values are not waited for": ("two tiles", "consumer", V_WAIT, "pass"),
-    "the next keys' phase flipped": ("two tiles", "consumer", K_WAIT, K_WAIT.replace("& 1", "& 1 ^ 1")),
-    "both halves wait for their turn": ("two tiles", "consumer", "^ (1 - WG)", ""),
-    "no half gives its turn on": ("three tiles", "consumer", "hopper.mbarrier.arrive(pingpong.index(1 - WG))", "pass"),
+    "queries' room, the phase flipped": ("two tiles", PRODUCER, "producer_acquire(q_empty, t)", "consumer_wait(q_empty, t)"),
+    "keys' room is not waited for": ("three tiles", PRODUCER, "hopper.mbarrier.wait(k_empty.index(s), phase)", "pass"),
+    "values' room is not waited for": ("three tiles", PRODUCER, "hopper.mbarrier.wait(v_empty.index(s), phase)", "pass"),
+    "the rings' phase flipped": ("two tiles", PRODUCER, "(i // STAGES & 1) ^ 1", "i // STAGES & 1"),
+    "one half's queries expected": ("two tiles", PRODUCER, "2 * q_map.block_type.nbytes", "q_map.block_type.nbytes"),
+    "too many bytes of values expected": ("two tiles", PRODUCER, "v_map.block_type.nbytes", "2 * v_map.block_type.nbytes"),
+    "queries are not waited for": ("two tiles", CONSUMER, "consumer_wait(q_full, t)", "pass"),
+    "the first keys are not waited for": ("two tiles", CONSUMER, FIRST_K, "pass"),
+    "the first values are not waited for": ("two tiles", CONSUMER, FIRST_V, "pass"),
+    "the next keys are not waited for": ("two tiles", CONSUMER, K_WAIT, "pass"),
+    "the next values are not waited for": ("two tiles", CONSUMER, V_WAIT, "pass"),
+    "the next keys' phase flipped": ("two tiles", CONSUMER, K_WAIT, K_WAIT.replace("consumer_wait", "producer_acquire")),
+    "both halves wait for their turn": ("two tiles", CONSUMER, "^ (1 - WG)", ""),
+    "no half gives its turn on": ("three tiles", CONSUMER, "hopper.mbarrier.arrive(pingpong.index(1 - WG))", "pass"),
     "scores are read too early": (
-        "two tiles", "consumer", "s = hopper.warpgroup_mma_wait(1, deps=(s,))", "s = hopper.warpgroup_mma_wait(2, deps=(s,))"
+        "two tiles", CONSUMER, "s = hopper.warpgroup_mma_wait(1, deps=(s,))", "s = hopper.warpgroup_mma_wait(2, deps=(s,))"
     ),
     "values are released while they are multiplied": (
-        "three tiles", "consumer", "hopper.warpgroup_mma_wait(0, deps=(sums, p))", "sums, p"
+        "three tiles", CONSUMER, "hopper.warpgroup_mma_wait(0, deps=(sums, p))", "sums, p"
     ),
     "the last values are released while they are multiplied": (
-        "three tiles", "consumer", "acc = hopper.warpgroup_mma_wait(0, deps=(sums,))", "acc = sums"
+        "three tiles", CONSUMER, "acc = hopper.warpgroup_mma_wait(0, deps=(sums,))", "acc = sums"
     ),
     "the first keys are released while they are multiplied": (
-        "three tiles", "consumer", "s = hopper.warpgroup_mma_wait(0, deps=(s,))", "pass"
+        "three tiles", CONSUMER, "s = hopper.warpgroup_mma_wait(0, deps=(s,))", "pass"
     ),
-    "the first keys are kept": ("three tiles", "consumer", "hopper.mbarrier.arrive(k_empty.index(i % STAGES))", "pass"),
-    "the next keys are kept": ("three tiles", "consumer", "hopper.mbarrier.arrive(k_empty.index(next_i % STAGES))", "pass"),
-    "queries are kept": ("three tiles", "consumer", "hopper.mbarrier.arrive(q_empty.index(t % 2))", "pass"),
+    "the first keys are kept": ("three tiles", CONSUMER, "consumer_release(k_empty, i)", "pass"),
+    "the next keys are kept": ("three tiles", CONSUMER, "consumer_release(k_empty, next_i)", "pass"),
+    "queries are kept": ("three tiles", CONSUMER, "consumer_release(q_empty, t)", "pass"),
     "one half's answer is enough": ("three tiles", "hopper_attention", "q_empty.index(s), count=2", "q_empty.index(s), count=1"),
     "one half's release of keys is enough": (
         "three tiles", "hopper_attention", "k_empty.index(s), count=2", "k_empty.index(s), count=1"
@@ -170,7 +171,7 @@ def test_drawn_orders_of_a_whole_launch(name):
 @pytest.mark.parametrize("heads", [1, 12, 64 * 12])
 def test_tiles_are_done_once_and_evenly(seq, heads):
     """Every block of threads of an H100 has about as many blocks of keys to visit, where each has some tiles."""
-    place = materialised(hopper_attention).__globals__["tile_at"]
+    place = materialised(hopper_attention).__globals__["query_tile"]
     tiles = -(-seq // 128)
     items = [place(w, seq) for w in range(heads * tiles)]
     assert sorted(items) == [(head, 128 * n) for head in range(heads) for n in range(tiles)]

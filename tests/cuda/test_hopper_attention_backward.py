@@ -77,7 +77,7 @@ def launch(keys, batch, seq, heads, D, *, stages, share=1, seed=1, dtype=BF16, s
     )
     args |= {
         "seq": seq, "heads": batch * (groups if keys else heads), "DKV": keys, "STAGES": stages,
-        "SCALES": (LOG2_E / D**0.5, 1 / D**0.5), "H": heads, "GROUP_SIZE": share, "D": D,
+        "SCALE_LOG2": LOG2_E / D**0.5, "SOFTMAX_SCALE": 1 / D**0.5, "H": heads, "GROUP_SIZE": share, "D": D,
         "DKV_STRIDES": (written["dx"].shape[1], groups * D if keys else 0),
     }  # fmt: skip
     return args, [
@@ -117,34 +117,37 @@ def test_every_order_of_a_small_launch(name):
         check(wanted)
 
 
-ARRIVED = "hopper.mbarrier.wait(full.index(s), i // STAGES & 1)"
+ARRIVED = "consumer_wait(full, i)"
 SMALL |= {  # too many orders to go through, but for a mutant's first fault
     f"three short tiles, three stages, {result}": SMALL[f"three short tiles, {result}"] | {"stages": 3}
     for result in ("keys", "queries")
 }
+PRODUCER, CONSUMER = "backward_producer_warp", "backward_consumer_warpgroup"
 MUTANTS = {
     "the tile's room is not waited for": (
-        "three short tiles, three stages", "producer", "hopper.mbarrier.wait(tile_empty.index(t % 2), (t // 2 & 1) ^ 1)", "pass"
+        "three short tiles, three stages", PRODUCER, "producer_acquire(tile_empty, t)", "pass"
     ),
-    "the tile's room, the phase flipped": ("three short tiles", "producer", "(t // 2 & 1) ^ 1", "t // 2 & 1"),
+    "the tile's room, the phase flipped": (
+        "three short tiles", PRODUCER, "producer_acquire(tile_empty, t)", "consumer_wait(tile_empty, t)"),
     "the stream's room is not waited for": (
-        "three tiles", "producer", "hopper.mbarrier.wait(empty.index(s), (i // STAGES & 1) ^ 1)", "pass"
+        "three tiles", PRODUCER, "producer_acquire(empty, i)", "pass"
     ),
-    "the stream's phase flipped": ("three tiles", "producer", "(i // STAGES & 1) ^ 1", "i // STAGES & 1"),
-    "one half of a tile expected": ("three tiles", "producer", "4 * x_map.block_type.nbytes", "2 * x_map.block_type.nbytes"),
-    "half of the stream expected": ("three tiles", "producer", "2 * a_map.block_type.nbytes", "a_map.block_type.nbytes"),
+    "the stream's phase flipped": ("three tiles", PRODUCER, "producer_acquire(empty, i)", "consumer_wait(empty, i)"),
+    "one half of a tile expected": ("three tiles", PRODUCER, "4 * x_map.block_type.nbytes", "2 * x_map.block_type.nbytes"),
+    "half of the stream expected": ("three tiles", PRODUCER, "2 * a_map.block_type.nbytes", "a_map.block_type.nbytes"),
     "the tile is not waited for": (
-        "three tiles", "consumer", "hopper.mbarrier.wait(tile_full.index(t % 2), t // 2 & 1)", "pass"
+        "three tiles", CONSUMER, "consumer_wait(tile_full, t)", "pass"
     ),
-    "the stream is not waited for": ("three tiles", "consumer", ARRIVED, "pass"),
-    "the stream's arrival, the phase flipped": ("three tiles", "consumer", ARRIVED, ARRIVED.replace("& 1", "& 1 ^ 1")),
-    "scores are read too early": ("three tiles", "consumer", "mma_wait(1, deps=(p,))", "mma_wait(2, deps=(p,))"),
-    "the stream is kept": ("three tiles", "consumer", "hopper.mbarrier.arrive(empty.index(s))", "pass"),
-    "the tile is kept": ("three short tiles", "consumer", "hopper.mbarrier.arrive(tile_empty.index(t % 2))", "pass"),
+    "the stream is not waited for": ("three tiles", CONSUMER, ARRIVED, "pass"),
+    "the stream's arrival, the phase flipped": (
+        "three tiles", CONSUMER, ARRIVED, ARRIVED.replace("consumer_wait", "producer_acquire")),
+    "scores are read too early": ("three tiles", CONSUMER, "mma_wait(1, deps=(p,))", "mma_wait(2, deps=(p,))"),
+    "the stream is kept": ("three tiles", CONSUMER, "consumer_release(empty, i)", "pass"),
+    "the tile is kept": ("three short tiles", CONSUMER, "consumer_release(tile_empty, t)", "pass"),
     "a block beyond the diagonal is given back before it has arrived": (
-        "three tiles", "skip_block", "hopper.mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)", "pass"
+        "three tiles", "skip_block", "consumer_wait(full, i)", "pass"
     ),
-    "a block beyond the diagonal is kept": ("three tiles", "skip_block", "hopper.mbarrier.arrive(empty.index(i % STAGES))", "pass"),
+    "a block beyond the diagonal is kept": ("three tiles", "skip_block", "consumer_release(empty, i)", "pass"),
     "one half's answer is enough": (
         "three short tiles", "hopper_attention_backward", "tile_empty.index(s), count=2", "tile_empty.index(s), count=1"
     ),
@@ -155,22 +158,22 @@ MUTANTS = {
 }  # fmt: skip
 ONE = {  # of which one result is enough
     "dv's room is given back while it is multiplied": (
-        "three tiles, keys", "consumer", "x_sum, y_sum = hopper.warpgroup_mma_wait(0, deps=(x_sum, y_sum))",
+        "three tiles, keys", CONSUMER, "x_sum, y_sum = hopper.warpgroup_mma_wait(0, deps=(x_sum, y_sum))",
         "x_sum, y_sum = hopper.warpgroup_mma_wait(1, deps=(x_sum, y_sum))"
     ),
     "dq is added to before it is there": (
-        "three tiles, queries", "consumer", "mma_wait(0, deps=(x_sum,))", "mma_wait(1, deps=(x_sum,))"
+        "three tiles, queries", CONSUMER, "mma_wait(0, deps=(x_sum,))", "mma_wait(1, deps=(x_sum,))"
     ),
-    "keys' g is read too early": ("three tiles, keys", "consumer", "mma_wait(1, deps=(g,))", "mma_wait(2, deps=(g,))"),
+    "keys' g is read too early": ("three tiles, keys", CONSUMER, "mma_wait(1, deps=(g,))", "mma_wait(2, deps=(g,))"),
     "queries' g is read too early": (
-        "three tiles, queries", "consumer", "mma_wait(0, deps=(g, p))", "mma_wait(1, deps=(g, p))"
+        "three tiles, queries", CONSUMER, "mma_wait(0, deps=(g, p))", "mma_wait(1, deps=(g, p))"
     ),
     "statistics are not expected": (
-        "three tiles, keys", "producer", "(stats_map.block_type.nbytes if DKV else 0)", "0"
+        "three tiles, keys", PRODUCER, "(stats_map.block_type.nbytes if DKV else 0)", "0"
     ),
-    "the wrong half passes by": ("three tiles, keys", "consumer", "DKV and WG == 1", "DKV and WG == 0"),
+    "the wrong half passes by": ("three tiles, keys", CONSUMER, "DKV and WG == 1", "DKV and WG == 0"),
     "the wrong half of queries passes by": (
-        "three tiles, queries", "consumer", "not DKV and WG == 0", "not DKV and WG == 1"
+        "three tiles, queries", CONSUMER, "not DKV and WG == 0", "not DKV and WG == 1"
     ),
 }  # fmt: skip
 ALL = ONE | {

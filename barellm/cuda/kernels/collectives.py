@@ -4,9 +4,9 @@ from collections.abc import Callable
 from math import gcd
 from typing import Any
 
-from barellm.cuda.kernel import CollectiveCall, CollectiveSpec, Lowering, Table, lowering
+from barellm.cuda.kernel import CollectiveCall, CollectiveSpec, Lowering, lowering
 from barellm.cuda.kernels.common import BLOCK, unit_of
-from barellm.cuda.kernels.optim.multi_tensor import aligned_pointer, column, entry_constants, find_entry, first_programs, integer
+from barellm.cuda.kernels.optim.multi_tensor import aligned_pointer, column, find_entry, integer, launch_multi_tensor
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.dtypes import PLANES
 from barellm.program.grouping import members
@@ -20,8 +20,8 @@ UNITS, Y, OWN, OTHERS = (constant(FIELDS.index(name)) for name in FIELDS[1:])
 
 @device
 def sum_over_ranks(table, ENTRIES, WIDE, UNIT, RANK, COUNT, BLOCK):
-    """y (n) = the sum of the gradients of COUNT ranks, in rank order: `own` (n) is that of RANK, others (COUNT - 1, n) are the
-    received ones. A program does BLOCK elements of one entry of the table."""
+    """The additions of a reduce-scatter: y (n) = the sum of the gradients of COUNT ranks, fp32, in rank order, so that every rank
+    has the same bits: `own` (n) is that of RANK, others (COUNT - 1, n) are those that NCCL received."""
     entry, block = find_entry(table, ENTRIES, WIDE)
     n = integer(table, entry, UNITS, ENTRIES) * UNIT
     y = aligned_pointer(table, entry, Y, ENTRIES, tl.float32, UNIT)
@@ -38,29 +38,25 @@ def sum_over_ranks(table, ENTRIES, WIDE, UNIT, RANK, COUNT, BLOCK):
         if rank == RANK:
             total = total + mine
         else:
-            row = rank - 1 if rank > RANK else rank
+            row = rank - 1 if rank > RANK else rank  # of others, which lacks the own one
             total = total + tl.load(others + n * row + i, mask=mask, other=0.0)
     tl.store(y + i, total, mask=mask)
 
 
 def sum_unit(op: Any) -> int:
-    """The largest number of elements, up to a vector, that divides the operands' lengths and first elements: shards begin
-    anywhere."""
+    """The largest number of elements, up to a vector, that divides the operands' lengths and first elements."""
     return gcd(unit_of(op.own), op.own.first_element, op.y.first_element)
 
 
 @lowering("sum_over_ranks", floats="fp32", spans="own y")
 def lower_sum_over_ranks(op: Any, c: Lowering) -> None:
-    """Launch sum_over_ranks once for a group of shards."""
+    """Plan one launch of sum_over_ranks for a group of shards."""
     sums: list[Any] = members(op)
     unit = sum_unit(sums[0])
-    firsts, programs = first_programs(ceil_div(s.own.size, BLOCK) for s in sums)
-    columns = {"first": ("i64", firsts), "units": ("i64", [s.own.size // unit for s in sums])}
+    columns = {"units": ("i64", [s.own.size // unit for s in sums])}
     columns |= {name: column(getattr(s, name) for s in sums) for name in FIELDS[2:]}
-    table = Table({name: columns[name] for name in FIELDS}, writes=("y",))
-    constants = {**entry_constants(len(sums)), "UNIT": unit, "RANK": op.rank, "COUNT": sums[0].others.shape[0] + 1}
-    constants["BLOCK"] = BLOCK
-    c.launch(sum_over_ranks, {"table": table}, constants, grid=lambda s: (programs,), writes="")
+    constants = {"UNIT": unit, "RANK": op.rank, "COUNT": sums[0].others.shape[0] + 1, "BLOCK": BLOCK}
+    launch_multi_tensor(c, sum_over_ranks, FIELDS, (ceil_div(s.own.size, BLOCK) for s in sums), columns, constants, writes="y")
 
 
 def _append_collective(op: Any, c: Lowering, regions: Callable[[Tensor], list[Region]], *, overlapped: bool = False) -> None:
@@ -69,14 +65,9 @@ def _append_collective(op: Any, c: Lowering, regions: Callable[[Tensor], list[Re
     c.launches.append(CollectiveCall(CollectiveSpec(op.name), op, named, overlapped))
 
 
-@lowering("all_to_all", floats="fp32", spans="*")
-def lower_exchange(op: Any, c: Lowering) -> None:
-    _append_collective(op, c, lambda t: [part(t)])
-
-
-@lowering("start_all_to_all", floats="fp32", spans="*")
-def lower_start_all_to_all(op: Any, c: Lowering) -> None:
-    _append_collective(op, c, lambda t: [part(t)], overlapped=True)
+@lowering("all_to_all", "start_all_to_all", floats="fp32", spans="*")
+def lower_all_to_all(op: Any, c: Lowering) -> None:
+    _append_collective(op, c, lambda t: [part(t)], overlapped=op.name == "start_all_to_all")
 
 
 @lowering("wait_all_to_all", floats="fp32")

@@ -1,5 +1,4 @@
-"""Device functions and launches that kernels share: run-time scalars, writing an output, indices of a program's elements or
-rows."""
+"""Device functions and launches that kernels share: run-time scalars, writing an output, a program's indices."""
 
 from collections.abc import Callable
 from math import gcd
@@ -28,8 +27,8 @@ BLOCK = 1024  # elements of one program: 8 for each of 128 threads, 16 or 32 byt
 
 @device
 def store_or_add(to, mask, value, scalars, MODE):
-    """Store `value` to the pointers `to`, or add it to what they point to, by MODE (kernel.MODES): STORE, ADD, or as the run-time
-    scalar `accumulate` says ("start")."""
+    """Store `value` to the pointers `to`, or add it to what they point to, by MODE: STORE, ADD, or as the scalar `accumulate`
+    says."""
     if MODE == STORE:
         tl.store(to, value, mask=mask)
     else:
@@ -83,27 +82,31 @@ def axis_size(t: Tensor, axis: int, times: int = 1) -> Count:
     return Count((n.name,), times) if isinstance(n, Dim) else Count((), int(n) * times)
 
 
-def row_strides(**tensors: Tensor) -> dict[str, int]:
-    """Constants NAME_STRIDE: elements from a row of a tensor or view to the next."""
-    return {f"{name.upper()}_STRIDE": t.row_stride for name, t in tensors.items()}
-
-
 def view_strides(**operands: Any) -> dict[str, int | None]:
     """Constants NAME_STRIDE of operands of any kind: elements from a row of a view to the next; None where rows are contiguous."""
     return {f"{name.upper()}_STRIDE": view_stride(operand) for name, operand in operands.items()}
 
 
 def kernel(*op_names: str, constants: Callable[[Any], dict[str, Any]] = lambda op: {}, **takes: Any) -> Callable[..., Any]:
-    """Mark and register a kernel that is all of the ops named, over the elements of their first output (parameter `units`) or over
-    its rows. Its other parameters are the op's (`Lowering.own`), and `constants`. `takes`: as in `lowering`."""
+    """Mark and register a kernel that is all of the ops named: over the elements of their first output (parameter `units`), over
+    its rows (`rows`), or else by one program of one warp. Its other parameters are the op's (`Lowering.own`), and `constants`."""
 
     def register(function: Callable[..., Any]) -> DeviceFunction:
         marked = device(function)
-        walk = elementwise if "units" in marked.parameters else rowwise
-        lowering(*op_names, **takes)(lambda op, c: walk(c, marked, next(iter(op.outputs.values())), {}, **constants(op)))
+
+        def lower(op: Any, c: Lowering) -> None:
+            walk = elementwise if "units" in marked.parameters else rowwise if "rows" in marked.parameters else one_program
+            walk(c, marked, next(iter(op.outputs.values())), {}, **constants(op))
+
+        lowering(*op_names, **takes)(lower)
         return marked
 
     return register
+
+
+def one_program(c: Lowering, function: DeviceFunction, like: Tensor, operands: dict[str, Any], **constants: Any) -> None:
+    """Launch one program of one warp."""
+    c.launch(function, operands, constants, grid=lambda s: (1,), warps=1)
 
 
 def elementwise(
@@ -122,8 +125,8 @@ def rowwise(
     c: Lowering, function: DeviceFunction, like: Tensor, operands: dict[str, Any], *, writes: str = "", least: int = 1,
     **constants: Any,
 ) -> None:  # fmt: skip
-    """Launch a kernel with parameters `rows`, C, BR and BC over blocks (BR, BC) of the rows (..., C) of `like`: BLOCK elements,
-    `least` to 256 columns wide."""
+    """Plan one launch of a kernel with parameters `rows`, C, BR and BC (`tile_indices`) over blocks (BR, BC) of the rows (..., C)
+    of `like`: BLOCK elements, `least` to 256 columns wide, both powers of two. `writes`: as in `Lowering.launch`."""
     C = int(like.shape[-1])
     rows = c.rows(like)
     BC = max(least, min(256, pow2(C)))

@@ -1,5 +1,4 @@
-"""Microbenchmarks of the roofline: peak FLOP/s and bandwidth (the result depends on every operation, and nobody reads it). And a
-comparison of two ranges of memory."""
+"""Microbenchmarks of the roofline: peak FLOP/s and bandwidth (the result depends on every operation, and nobody reads it)."""
 
 from barellm.cuda.lang import device, tl
 
@@ -19,8 +18,8 @@ def peak(out, a, b, iterations, ROWS, COLS, DEPTH):
 
 @device
 def move(a, b, c, n, READ, WRITE, UPDATE, BLOCK):
-    """Bandwidth: reads READ streams of n floats of a, writes WRITE of them to b, updates UPDATE of them in c, each of which depends
-    on all reads. n is a multiple of BLOCK."""
+    """Memory bandwidth: reads READ streams of n floats of a (READ, n), writes WRITE of them to b, updates UPDATE of them in c, each
+    of which depends on all reads. n is a multiple of BLOCK (a power of two), a program's elements of each stream."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for s in tl.static_range(READ):

@@ -1,5 +1,4 @@
-"""Single-pass reduction over all programs of a launch: the last program to arrive adds up the partial sums of the others (CUDA's
-threadFenceReduction).
+"""Single-pass reduction over all programs of a launch: the last program to arrive adds up all partial sums (threadFenceReduction).
 
 Each program stores its partial sum, then increments the counter. The program that finds all others counted adds the partial sums in
 order, so the bits do not depend on which one it is. It also resets the counter to zero for the next launch. It pays where the
@@ -25,8 +24,7 @@ def is_last_program(counter):
 
 @device
 def store_total(out, partials, n, scalars, BLOCK, MODE):
-    """out (1) = the sum of partials (n), in order, stored or added as MODE says. For the last program of a launch. A vector of two,
-    one of them masked, since store_or_add takes vectors."""
+    """out (1) = the sum of partials (n), in order, stored or added as MODE says. For the last program of a launch."""
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, n, BLOCK):
         i = first + tl.arange(0, BLOCK)

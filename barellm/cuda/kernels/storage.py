@@ -75,7 +75,8 @@ def to_bf16(value):
 
 @device
 def store_weight(p, lo, i, mask, value):
-    """Store fp32 values as a weight's elements i, in all of its planes; `lo` None: p is an fp32 array."""
+    """Store fp32 values as a weight's elements i (off the mask nothing), in all of its planes: p alone, an fp32 array (`lo` None);
+    the nearest fp16 in p and fp32 in lo; or the upper 16 bits in p, rounded (lo i16) or cut off (lo uint16), the lower in lo."""
     if lo is None:
         tl.store(p + i, value, mask=mask)
     elif lo.dtype.element_ty == tl.float32:
@@ -115,12 +116,13 @@ def load_moment(p, i, mask, MANTISSA, SIGNED):
 
 @device
 def store_moment(p, i, mask, value, dither, MANTISSA, SIGNED):
-    """Store fp32 values as a moment's elements i, encoded as `moments.encode` does. `dither`: int32 below 2^(23 - MANTISSA) for
-    stochastic rounding, None for the nearest. LEAST, MOST: bits of the smallest and the largest number of the format."""
+    """Store fp32 values as a moment's elements i: fp32, or 16-bit codes with MANTISSA bits and 6 exponent bits, below a sign if
+    SIGNED, as `moments.encode` does: code = (fp32 bits - REBIAS) >> SHIFT, rounded. `dither`: int32 below 2^SHIFT for stochastic
+    rounding, None for the nearest. LEAST, MOST: fp32 bits of the smallest and the largest number of the format."""
     if MANTISSA is None:
         tl.store(p + i, value, mask=mask)
     else:
-        SHIFT: tl.constexpr = 23 - MANTISSA
+        SHIFT: tl.constexpr = 23 - MANTISSA  # mantissa bits of fp32 that a code drops
         LEAST: tl.constexpr = (1 << SHIFT) + REBIAS
         MOST: tl.constexpr = (((1 << (6 + MANTISSA)) - 1) << SHIFT) + REBIAS
         bits = value.to(tl.int32, bitcast=True)
@@ -129,7 +131,7 @@ def store_moment(p, i, mask, value, dither, MANTISSA, SIGNED):
         if dither is None:
             code = (tl.where(tiny, 0, magnitude - REBIAS) + (1 << (SHIFT - 1))) >> SHIFT
         else:
-            # A number below LEAST becomes LEAST or 0, in proportion to its size.
+            # A number below LEAST becomes LEAST or 0, in proportion to its size: `below` is its share of LEAST, times 2^SHIFT.
             PER_LEAST: tl.constexpr = 2.0 ** (SHIFT + 60) / (1 + 2.0**-MANTISSA)
             below = (tl.where(tiny, magnitude.to(tl.float32, bitcast=True), 0.0) * PER_LEAST).to(tl.int32)
             code = (tl.where(tiny, below, magnitude - REBIAS) + dither) >> SHIFT

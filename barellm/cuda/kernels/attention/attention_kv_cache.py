@@ -1,5 +1,4 @@
-"""Attention over a KV cache, for decoding (Flash-Decoding: Dao et al. 2023): T new tokens, split over the keys so that one token
-fills the GPU.
+"""Attention over a KV cache, for decoding (Flash-Decoding: Dao et al. 2023): T new tokens, split over the keys to fill the GPU.
 
 Shapes: q, out (B, T, H * D), k and v (B, T, G * D), caches (B, L, G * D). The new tokens are at positions pos .. pos + T, pos a
 run-time scalar: the grid covers all L positions, and programs beyond the last key return at once. A step moves 2 G D (pos + T)
@@ -17,7 +16,7 @@ from barellm.cuda.kernel import Lowering, Sizes, lowering
 from barellm.cuda.kernels.attention.attention import head_sizes
 from barellm.cuda.kernels.attention.attention_mask import constant_scale, score_unit, soft_cap
 from barellm.cuda.kernels.attention.attention_tiles import load_rows
-from barellm.cuda.kernels.common import POS, axis_size, row_strides
+from barellm.cuda.kernels.common import POS, axis_size
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 
@@ -39,8 +38,7 @@ def append_to_caches(k_cache, v_cache, k, v, scalars, seq, C, K_STRIDE, V_STRIDE
 
 @device
 def query_rows(q, i, count, STRIDE, GROUP_SIZE, D, DP):
-    """Load queries (BM, DP) of a KV head: rows `i` (BM,) of its group, zeros beyond `count` rows and D columns. `q` points to the
-    group's first head in the sequence's first token."""
+    """Load queries (BM, DP) of a KV head: rows `i` (BM,) of its group, zeros beyond `count` rows. `q`: the group's first head."""
     d = tl.arange(0, DP)
     at = q + (i // GROUP_SIZE * STRIDE + i % GROUP_SIZE * D)[:, None] + d[None, :]
     mask = (i < count)[:, None]
@@ -59,24 +57,27 @@ def visible_keys(pos, m0, seq, GROUP_SIZE, BM):
 def attention_split_kv(
     partials, stats, q, k_cache, v_cache, scalars, seq, part, SCALE_LOG2, CAP, H, GROUP_SIZE, D, DP, Q_STRIDE, L, WINDOW, BM, BN
 ):
-    """Online softmax of BM rows of a group over one split of `part` keys: partials (splits, B, T, H, D) fp32, not yet divided by
-    the sum of probabilities; stats (splits, B, T, H, 2): the maximum score, in units of ln 2, and that sum. A token sees the last
-    WINDOW keys up to its own (0: all). Splits that see no key write nothing. Grid: blocks of rows, KV heads of all sequences,
-    splits."""
+    """Flash-Decoding, first kernel: online softmax of BM rows of a KV head's group over one split of `part` keys of its cache.
+
+    Reads q (B, T, H * D), rows Q_STRIDE apart, and the caches (B, L, G * D), to which append_to_caches has added the new tokens.
+    Row i is head i % GROUP_SIZE of the group for token i // GROUP_SIZE, so each key is loaded once for all of them. Writes partials
+    (splits, B, T, H, D) fp32 = sum p v, not yet divided by sum p, and stats (splits, B, T, H, 2): the maximum score times log2(e),
+    and sum p. A token sees the last WINDOW keys up to its own (0: all); splits that see no key write nothing. Grid: blocks of rows,
+    KV heads of all sequences, splits. BM, BN, DP: powers of two, 16 at least."""
     G: tl.constexpr = H // GROUP_SIZE
     C: tl.constexpr = G * D
     pos = tl.load(scalars + POS).to(tl.int32)
     m0 = tl.program_id(0) * BM
     sequence, group = tl.program_id(1) // G, tl.program_id(1) % G
     begin = tl.program_id(2) * part
-    end = min(begin + part, visible_keys(pos, m0, seq, GROUP_SIZE, BM))
+    end = min(begin + part, visible_keys(pos, m0, seq, GROUP_SIZE, BM))  # later keys are in no row's past
     if WINDOW > 0:
-        first = tl.maximum(pos + m0 // GROUP_SIZE + 1 - WINDOW, 0)
+        first = tl.maximum(pos + m0 // GROUP_SIZE + 1 - WINDOW, 0)  # key of the first token's window
         end = tl.where(end > first, end, begin)
         begin = tl.where(begin < end, tl.maximum(begin, first // BN * BN), begin)
     if begin < end:
         i = m0 + tl.arange(0, BM)
-        m = i // GROUP_SIZE
+        m = i // GROUP_SIZE  # token of each row
         group_q = q + sequence.to(tl.int64) * seq * Q_STRIDE + group * (GROUP_SIZE * D)
         queries = query_rows(group_q, i, seq * GROUP_SIZE, Q_STRIDE, GROUP_SIZE, D, DP)
         start = sequence.to(tl.int64) * L * C + group * D
@@ -101,8 +102,9 @@ def attention_split_kv(
             v = load_rows(v_cache + start, n0, end, C, BN, D, DP)
             acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
             row_max = new_max
-        tokens = tl.num_programs(1) // G * seq
-        row = ((tl.program_id(2) * tokens + sequence * seq).to(tl.int64) + m) * H + group * GROUP_SIZE + i % GROUP_SIZE
+        tokens = tl.num_programs(1) // G * seq  # of all sequences
+        first_token = tl.program_id(2) * tokens + sequence * seq
+        row = (first_token.to(tl.int64) + m) * H + group * GROUP_SIZE + i % GROUP_SIZE  # (split, sequence, token, head)
         d = tl.arange(0, DP)
         tl.store(partials + row[:, None] * D + d[None, :], acc, mask=(m < seq)[:, None] & (d < D)[None, :])
         tl.store(stats + 2 * row, row_max, mask=m < seq)
@@ -111,10 +113,11 @@ def attention_split_kv(
 
 @device
 def combine_split_kv(out, partials, stats, scalars, seq, part, BM, H, GROUP_SIZE, D, DP, WINDOW):
-    """out (B, T, H, D) = the partial results of the splits, rescaled to their common maximum, added in order and divided by the sum
-    of probabilities. `part`: keys of a split; BM: that of attention_split_kv, which decides a row's splits. Grid: tokens, heads."""
+    """Flash-Decoding, second kernel: out (B, T, H, D) = sum over splits of partials exp2(max - common max), divided by the sum of
+    their sum p so rescaled, in order. partials and stats: as attention_split_kv wrote them, fp32. `part`: keys of a split; BM: that
+    of attention_split_kv, which decides how many splits a row has. Grid: tokens of all sequences, heads; one warp."""
     token, head, tokens = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    m0 = (token % seq * GROUP_SIZE + head % GROUP_SIZE) // BM * BM
+    m0 = (token % seq * GROUP_SIZE + head % GROUP_SIZE) // BM * BM  # the block of rows that had this token and head
     last = visible_keys(tl.load(scalars + POS).to(tl.int32), m0, seq, GROUP_SIZE, BM)
     first = 0
     if WINDOW > 0:
@@ -123,7 +126,7 @@ def combine_split_kv(out, partials, stats, scalars, seq, part, BM, H, GROUP_SIZE
     acc, row_sum, row_max = tl.zeros((DP,), tl.float32), 0.0, float("-inf")
     for i in range(first, tl.cdiv(last, part)):
         row = ((i * tokens).to(tl.int64) + token) * H + head
-        new, new_sum = tl.load(stats + 2 * row), tl.load(stats + 2 * row + 1)
+        new, new_sum = tl.load(stats + 2 * row), tl.load(stats + 2 * row + 1)  # maximum and sum of p of split i
         new_max = tl.maximum(row_max, new)
         old_scale, new_scale = tl.math.exp2(row_max - new_max), tl.math.exp2(new - new_max)
         acc = acc * old_scale + tl.load(partials + row * D + d, mask=d < D, other=0.0) * new_scale
@@ -147,13 +150,13 @@ class KeysPerSplit:
 
 @lowering("attention_cached", views="q k v")
 def lower_attention_cached(op: Any, c: Lowering) -> None:
-    """Append k and v to the caches; then attention with the configuration for few and with that for many new tokens, each with its
-    combination: at run time one of the two pairs has empty grids."""
+    """Plan five launches: append k and v to the caches; then twice attention_split_kv and combine_split_kv, with the configuration
+    for few new tokens (up to SPLIT_TOKENS, keys split) and for many (unsplit): at run time one of the two pairs has empty grids."""
     (H, D, DP), (B, T, C), L = head_sizes(op), (int(n) for n in op.out.shape), int(op.k_cache.shape[1])
     group_size, width = op.heads // op.kv_heads, int(op.k.shape[-1])
     caches = {"k_cache": op.k_cache, "v_cache": op.v_cache, "seq": axis_size(op.q, 1)}
     c.launch(
-        append_to_caches, caches | {"k": op.k, "v": op.v}, {"C": width, "L": L, "BLOCK": COPY, **row_strides(k=op.k, v=op.v)},
+        append_to_caches, caches | {"k": op.k, "v": op.v}, {"C": width, "L": L, "BLOCK": COPY},
         grid=lambda s: (s.tokens, ceil_div(width, COPY)), writes="k_cache v_cache",
     )  # fmt: skip
     part = KeysPerSplit(L)
@@ -162,7 +165,7 @@ def lower_attention_cached(op: Any, c: Lowering) -> None:
     results = {"partials": c.scratch("partials", (max_rows, C)), "stats": c.scratch("stats", (max_rows, H, 2))}
     window = 0 if op.keys_before(L) is None else op.sliding_window
     head = {"H": H, "GROUP_SIZE": group_size, "D": D, "DP": DP, "WINDOW": window}
-    constants = head | {"SCALE_LOG2": constant_scale(op, D, log2(e)), "CAP": op.softcap, "L": L, **row_strides(q=op.q)}
+    constants = head | {"SCALE_LOG2": constant_scale(op, D, log2(e)), "CAP": op.softcap, "L": L}
     for few in (True, False):
         t = select_attention_config("few" if few else "many", DP, op.q.dtype, c.target.arch)
 

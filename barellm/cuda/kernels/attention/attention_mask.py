@@ -9,7 +9,6 @@ from barellm.cuda.kernels.common import scalar_fp64
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.scalars import SCALARS
 
-MASK_NONE, MASK_CAUSAL, MASK_LENGTH = constant(0), constant(1), constant(2)  # the last hides keys beyond the sequence
 LOWEST = constant(-1e30)  # where a running maximum begins if a block may hide all keys of a query
 WIDEST = constant(1 << 30)
 LOG2_E = constant(log2(e))
@@ -17,11 +16,11 @@ LOG2_E = constant(log2(e))
 
 @device
 def apply_mask(x, m, n, count, MASK, OTHER):
-    """Scores or probabilities x, replaced by OTHER where MASK hides the key. m, n: positions of queries and keys, which broadcast
-    to the shape of x; `count`: keys of the sequence."""
-    if MASK == MASK_CAUSAL:
+    """Scores or probabilities x, replaced by OTHER where MASK hides the key: "causal", "length" (keys beyond the sequence's
+    `count`) or "none". m, n: positions of queries and keys, which broadcast to the shape of x."""
+    if MASK == "causal":
         x = tl.where(m >= n, x, OTHER)
-    elif MASK == MASK_LENGTH:
+    elif MASK == "length":
         x = tl.where(n < count, x, OTHER)
     return x
 
@@ -47,8 +46,8 @@ def first_visible_key(starts, scalars, t, WINDOW, FOLD):
 
 @device
 def visible_queries_end(starts, scalars, key, seq, WINDOW, FOLD):
-    """The end (exclusive) of the queries that see `key` (a scalar) under a local mask, found by binary search for the first
-    position whose document starts after the key: `starts` never decreases."""
+    """The end (exclusive) of the queries that see `key` (a scalar) under a local mask: at most key + window + 1, and the first
+    position whose document starts after the key, by binary search in `starts` (of the sequence), which never decreases."""
     high = seq
     if WINDOW != -1:
         high = tl.minimum(key + window_size(scalars, WINDOW) + 1, seq)
@@ -87,12 +86,12 @@ def score_unit(scale_log2, CAP):
 
 
 def mask_constants(op: Any, D: int) -> dict[str, Any]:
-    """The constants SCALES, CAUSAL, LOCAL, WINDOW and FOLD of an attention op with heads of D columns."""
-    window, scale = (SCALARS[scalar].index if isinstance(scalar, str) else -1 for scalar in (op.window, op.scale))
+    """The constants SCALE_LOG2, SCALE_AT, CAP, CAUSAL, LOCAL, WINDOW and FOLD of an attention op with heads of D columns."""
+    window, scale_at = (SCALARS[scalar].index if isinstance(scalar, str) else -1 for scalar in (op.window, op.scale))
     before = op.keys_before(op.fold * int(op.q.shape[1]))
     window = -2 - before if before is not None else window
     masks = {"CAUSAL": int(op.causal), "LOCAL": int(op.bounded), "WINDOW": window, "FOLD": op.fold}
-    return {"SCALES": (constant_scale(op, D, log2(e)), scale, op.softcap), **masks}
+    return {"SCALE_LOG2": constant_scale(op, D, log2(e)), "SCALE_AT": scale_at, "CAP": op.softcap, **masks}
 
 
 def constant_scale(op: Any, D: int, factor: float = 1.0) -> float:

@@ -1,7 +1,6 @@
 """Loads and stores of blocks of rows of one head: D columns of a matrix whose rows are STRIDE elements apart, padded to DP, a power
 of two, or DC of these columns. `base` points to column 0 of the head in row 0 of the sequence; `first`: the block's first row,
-`count`: rows of the sequence. With paired heads two rows, PAIR_STRIDE elements apart, share a STRIDE; such blocks begin at an even
-row."""
+`count`: rows of the sequence. With paired heads two rows, PAIR_STRIDE elements apart, share a STRIDE; blocks begin at even rows."""
 
 from barellm.cuda.kernels.common import store_or_add
 from barellm.cuda.lang import device, tl
@@ -39,8 +38,7 @@ def load_rows(base, first, count, STRIDE, ROWS, D, DP, PAIR_STRIDE=0):
 
 @device
 def load_columns(base, first, count, left, STRIDE, ROWS, DC, PAIR_STRIDE=0):
-    """Load a block (ROWS, DC) from row `first` on, zeros beyond `count` rows and `left` columns. `base` points to its first
-    column."""
+    """Load a block (ROWS, DC) from row `first` on, zeros beyond `count` rows and `left` columns. `base`: its first column."""
     row, d = tl.arange(0, ROWS), tl.arange(0, DC)
     pointers = row_pointers(base, first, row, d, STRIDE, PAIR_STRIDE)
     return tl.load(pointers, mask=(row < count - first)[:, None] & (d < left)[None, :], other=0.0)
@@ -48,8 +46,7 @@ def load_columns(base, first, count, left, STRIDE, ROWS, DC, PAIR_STRIDE=0):
 
 @device
 def dot_over_columns(a, b, n0, m0, count, A_STRIDE, B_STRIDE, A_PAIR_STRIDE, B_PAIR_STRIDE, BN, BM, D, DC):
-    """a b^T (BN, BM) of BN rows of a from n0 on and BM rows of b from m0 on, zeros beyond `count` rows: a sum over D columns in
-    steps of DC, so that no block DP wide is in registers."""
+    """a b^T (BN, BM) of BN rows of a from n0 on and BM rows of b from m0 on, zeros beyond `count` rows: in steps of DC columns."""
     total = tl.zeros((BN, BM), tl.float32)
     for d0 in range(0, D, DC):
         left = load_columns(a + d0, n0, count, D - d0, A_STRIDE, BN, DC, A_PAIR_STRIDE)

@@ -2,8 +2,7 @@
 `program/layouts.py` has the tables). Also what the backward pass shares with it. Shapes and groups of constants as in attention.py.
 
 A program is BM queries of one row of the layout, and loops over the entries of its list. BM and BN divide the layout's BLOCK, so a
-tile lies in one block and has one kind: all of kind 0 is visible, of kind n > 0 the bits of mask n - 1 are looked up. It does 4
-BLOCK^2 D operations for each listed block.
+tile lies in one block and has one kind: all of kind 0 is visible, of kind n > 0 the bits of mask n - 1 are looked up.
 
 `rows` (in backward `columns` too), a table of i32: for each list (a row or column of blocks of one head) its first entry, and the
 number of entries behind the last; then for each entry the block of keys (of queries), then each entry's kind. `masks` (kinds,
@@ -15,7 +14,7 @@ from typing import Any
 
 from barellm.cuda.attention_config import AttentionConfig
 from barellm.cuda.kernel import Lowering, lowering
-from barellm.cuda.kernels.attention.attention import LN_2, head_sizes, masked_config_of, offset_from_q, options
+from barellm.cuda.kernels.attention.attention import LN_2, head_constants, head_sizes, masked_config_of, operands_of, options_of
 from barellm.cuda.kernels.attention.attention_mask import LOWEST
 from barellm.cuda.kernels.attention.attention_tiles import kv_pointer, load_rows, store_rows
 from barellm.cuda.kernels.attention.relative_position_bias import add_terms
@@ -53,10 +52,12 @@ def block_sparse_attention_forward(
     out, lse, q, k, v, rows, masks, relative, seq,
     SCALE_LOG2, H, GROUP_SIZE, D, DP, STRIDES, OFFSETS, BLOCK, LISTS, ENTRIES, TERMS, BM, BN,
 ):  # fmt: skip
-    """out and lse of BM queries of one head, with online softmax over the listed keys, BN at a time; the last queries of a
-    sequence, whose lists are the longest if any are, start first. Grid: blocks of queries, heads of all sequences."""
+    """out = softmax(scale q k^T + relative terms) v and lse of BM queries of one head, over the blocks of keys that `rows` lists.
+
+    Reads q, k, v and writes out, lse as attention_forward; rows, masks (i32): the layout's tables, of the host. Grid: blocks of
+    queries, heads of all sequences; the last queries, whose lists are the longest if any are, start first. BM, BN divide BLOCK."""
     C: tl.constexpr = H * D
-    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM  # the last block of queries first
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
     token0, kv_column = sequence.to(tl.int64) * seq, head // GROUP_SIZE * D
     k = kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + kv_column
@@ -64,7 +65,7 @@ def block_sparse_attention_forward(
     queries = load_rows(q + token0 * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP)
     acc, row_sum = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
     row_max = tl.full((BM,), LOWEST, tl.float32)
-    query = m0 % BLOCK + tl.arange(0, BM)
+    query = m0 % BLOCK + tl.arange(0, BM)  # in its block of the layout
     begin, end = block_range(rows, head * (LISTS // H) + m0 // BLOCK, BLOCK, BN)
     for i in range(begin, end):
         n0, offset, kind = block_of(rows, i, BLOCK, LISTS, ENTRIES, BN)
@@ -85,27 +86,16 @@ def block_sparse_attention_forward(
     store_rows(out + token0 * C + head * D, m0, seq, acc / row_sum[:, None], D, None, 0, C, BM, DP)
 
 
-def constants_of(op: Any) -> dict[str, Any]:
-    """The constants of an op: those of attention.py, of the layout, and TERMS."""
-    (H, D, DP), layout, (first, last) = head_sizes(op), op.layout, op.distances
-    return {
-        "H": H, "GROUP_SIZE": op.heads // op.kv_heads, "D": D, "DP": DP,
-        "STRIDES": tuple(x.row_stride for x in (op.q, op.k, op.v)),
-        "OFFSETS": tuple(offset_from_q(op.q, x) for x in (op.k, op.v)), "SCALE_LOG2": log2(e) / sqrt(D),
-        "BLOCK": layout.block, "LISTS": layout.heads * layout.rows, "ENTRIES": len(layout.keys), "TERMS": (first, last + 1 - first),
-    }  # fmt: skip
+def block_sparse_constants(op: Any) -> dict[str, Any]:
+    """The constants of an op: those of its heads and scale, of the layout, and TERMS."""
+    layout, (first, last) = op.layout, op.distances
+    tables = {"BLOCK": layout.block, "LISTS": layout.heads * layout.rows, "ENTRIES": len(layout.keys)}
+    return head_constants(op) | tables | {"SCALE_LOG2": log2(e) / sqrt(head_sizes(op)[1]), "TERMS": (first, last + 1 - first)}
 
 
-def operands_of(op: Any) -> dict[str, Any]:
-    """Operands k and v, None where OFFSETS finds them in q's tensor, and seq."""
-    kv = {name: t if offset_from_q(op.q, t) is None else None for name, t in (("k", op.k), ("v", op.v))}
-    return kv | {"seq": axis_size(op.q, 1)}
-
-
-def config_of(op: Any, c: Lowering, operation: str) -> AttentionConfig:
+def select_block_sparse_config(op: Any, c: Lowering, operation: str) -> AttentionConfig:
     """The configuration of attention with a local mask, with tiles at most as large as the largest power of two that divides the
-    layout's block. With relative terms tiles are squares of 32, or in fp32 of 16 with four warps: larger ones spill, and ptxas has
-    the wgmmas of 64 wait for one another."""
+    layout's block. With relative terms tiles are squares of 32, or in fp32 of 16 with four warps: larger ones spill."""
     t = masked_config_of(op, c, operation)
     max_size, warps = op.layout.block & -op.layout.block, t.num_warps
     if op.relative is not None:
@@ -114,7 +104,7 @@ def config_of(op: Any, c: Lowering, operation: str) -> AttentionConfig:
     return AttentionConfig(min(t.queries, max_size), min(t.keys, max_size), warps, t.num_stages)
 
 
-def grid_of(op: Any, heads: int, size: int) -> Any:
+def block_sparse_grid(op: Any, heads: int, size: int) -> Any:
     """The grid: blocks of `size` positions of a sequence, `heads` of all sequences."""
     batch, length = axis_size(op.q, 0), axis_size(op.q, 1)
     return lambda s: (ceil_div(length(s), size), batch(s) * heads)
@@ -125,8 +115,9 @@ TABLES = {"rows": "i32", "columns": "i32", "masks": "i32", "relative": PLANES}
 
 @lowering("block_sparse_attention", views="q k v", also=TABLES)
 def lower_block_sparse_attention(op: Any, c: Lowering) -> None:
-    t = config_of(op, c, "forward")
+    t = select_block_sparse_config(op, c, "forward")
     c.launch(
-        block_sparse_attention_forward, operands_of(op), constants_of(op) | {"BM": t.queries, "BN": t.keys},
-        grid=grid_of(op, op.heads, t.queries), **options(t),
+        block_sparse_attention_forward, operands_of(op) | {"seq": axis_size(op.q, 1)},
+        block_sparse_constants(op) | {"BM": t.queries, "BN": t.keys},
+        grid=block_sparse_grid(op, op.heads, t.queries), **options_of(t),
     )  # fmt: skip

@@ -1,5 +1,4 @@
-"""Block-sparse attention, backward (Dao 2023): shapes and names as in attention_backward.py, tables as in
-block_sparse_attention.py.
+"""Block-sparse attention, backward (Dao 2023): names as in attention_backward.py, tables as in block_sparse_attention.py.
 
 dk and dv have a kernel whose program is BN keys of one column of the layout, dq one whose program is BM queries of one row, so that
 no program adds to another's sums. They do 8 and 6 BLOCK^2 D operations for each listed block."""
@@ -8,21 +7,21 @@ from math import sqrt
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.attention.attention import options
-from barellm.cuda.kernels.attention.attention_backward import STATS, attention_stats, stats_of
+from barellm.cuda.kernels.attention.attention import operands_of, options_of
+from barellm.cuda.kernels.attention.attention_backward import STATS, attention_stats, load_query_stats
 from barellm.cuda.kernels.attention.attention_tiles import kv_pointer, load_rows, store_rows
 from barellm.cuda.kernels.attention.block_sparse_attention import (
     TABLES,
     block_of,
     block_range,
-    config_of,
-    constants_of,
-    grid_of,
+    block_sparse_constants,
+    block_sparse_grid,
     is_visible,
-    operands_of,
+    select_block_sparse_config,
 )
 from barellm.cuda.kernels.attention.relative_position_bias import add_terms, add_terms_dq
 from barellm.cuda.kernels.attention.relative_position_bias_backward import append_drelative
+from barellm.cuda.kernels.common import axis_size
 from barellm.cuda.lang import device, tl
 
 
@@ -31,8 +30,11 @@ def block_sparse_attention_dkv(
     dk, dv, q, k, v, dout, stats, columns, masks, relative, scalars, seq,
     SCALE_LOG2, SOFTMAX_SCALE, H, GROUP_SIZE, D, DP, STRIDES, OFFSETS, BLOCK, LISTS, ENTRIES, TERMS, DKV_MODES, DKV_STRIDES, BM, BN,
 ):  # fmt: skip
-    """dk and dv of BN keys of one KV head, over the queries that `columns` lists, for one head of the group after the other. Scores
-    are transposed, (BN, BM). Grid: blocks of keys, KV heads of all sequences."""
+    """dv = p^T dout and dk = scale ds^T q of BN keys of one KV head, over the blocks of queries that `columns` lists for them, one
+    head of the group after the other; p = exp(k q^T - lse), ds = p (v dout^T - delta), transposed: (BN, BM).
+
+    Reads q, k, v, dout and stats as attention_dkv; columns, masks (i32): the layout's tables (module). Stores or adds dk, dv (B, T,
+    G * D). Grid: blocks of keys, KV heads of all sequences. BM and BN are powers of two that divide BLOCK."""
     C: tl.constexpr = H * D
     G: tl.constexpr = H // GROUP_SIZE
     n0 = tl.program_id(0) * BN
@@ -41,7 +43,7 @@ def block_sparse_attention_dkv(
     keys = load_rows(kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + group * D, n0, seq, STRIDES[1], BN, D, DP)
     values = load_rows(kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + group * D, n0, seq, STRIDES[2], BN, D, DP)
     k_sum, v_sum = tl.zeros((BN, DP), tl.float32), tl.zeros((BN, DP), tl.float32)
-    key = n0 % BLOCK + tl.arange(0, BN)
+    key = n0 % BLOCK + tl.arange(0, BN)  # in its block of the layout
     for group_head in range(0, GROUP_SIZE):  # query heads of the group
         head = group * GROUP_SIZE + group_head
         begin, end = block_range(columns, head * (LISTS // H) + n0 // BLOCK, BLOCK, BM)
@@ -51,7 +53,7 @@ def block_sparse_attention_dkv(
             s = tl.dot(keys, tl.trans(queries), input_precision="ieee")
             if TERMS[1] > 0:
                 s = add_terms(s, queries, relative + head * D, m0, n0, True, BN, TERMS, C, D, DP)
-            lse, delta, _ = stats_of(stats + STATS * ((sequence * H + head).to(tl.int64) * seq), m0, seq, False, BM)
+            lse, delta, _ = load_query_stats(stats + STATS * ((sequence * H + head).to(tl.int64) * seq), m0, seq, False, BM)
             visible = is_visible(masks, kind, (offset + tl.arange(0, BM))[None, :], key[:, None], BLOCK)
             p = tl.where(visible, tl.math.exp2(s * SCALE_LOG2 - lse[None, :]), 0.0)
             do = load_rows(dout + token0 * C + head * D, m0, seq, C, BM, D, DP)
@@ -69,7 +71,9 @@ def block_sparse_attention_dq(
     dq, q, k, v, dout, stats, rows, masks, relative, scalars, seq,
     SCALE_LOG2, SOFTMAX_SCALE, H, GROUP_SIZE, D, DP, STRIDES, OFFSETS, BLOCK, LISTS, ENTRIES, TERMS, DQ_MODE, DQ_STRIDE, BM, BN,
 ):  # fmt: skip
-    """dq of BM queries of one head, over the keys that `rows` lists. Grid: blocks of queries, heads of all sequences."""
+    """dq = scale ds k (plus the relative terms' part) of BM queries of one head, over the blocks of keys that `rows` lists for
+    them, with p = exp(q k^T - lse), ds = p (dout v^T - delta). Operands as those of block_sparse_attention_dkv; stores or adds dq
+    (B, T, H * D). Grid: blocks of queries, heads of all sequences."""
     C: tl.constexpr = H * D
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
@@ -78,9 +82,9 @@ def block_sparse_attention_dq(
     v = kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + kv_column
     queries = load_rows(q + token0 * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP)
     do = load_rows(dout + token0 * C + head * D, m0, seq, C, BM, D, DP)
-    lse, delta, _ = stats_of(stats + STATS * (tl.program_id(1).to(tl.int64) * seq), m0, seq, False, BM)
+    lse, delta, _ = load_query_stats(stats + STATS * (tl.program_id(1).to(tl.int64) * seq), m0, seq, False, BM)
     total = tl.zeros((BM, DP), tl.float32)
-    query = m0 % BLOCK + tl.arange(0, BM)
+    query = m0 % BLOCK + tl.arange(0, BM)  # in its block of the layout
     begin, end = block_range(rows, head * (LISTS // H) + m0 // BLOCK, BLOCK, BN)
     for i in range(begin, end):
         n0, offset, kind = block_of(rows, i, BLOCK, LISTS, ENTRIES, BN)
@@ -101,27 +105,26 @@ def block_sparse_attention_dq(
 
 @lowering("block_sparse_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)
 def lower_block_sparse_attention_backward(op: Any, c: Lowering) -> None:
-    """Launch the statistics (lse, delta) of each query, then dk and dv, then dq, then the gradient of the relative terms if there
-    are any."""
-    constants, operands = constants_of(op), operands_of(op)
+    """Plan the launches of attention_stats (lse, delta of each query, into scratch), then dk and dv, dq, and the relative terms."""
+    constants, operands = block_sparse_constants(op), operands_of(op) | {"seq": axis_size(op.q, 1)}
     stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
     operands |= {"stats": stats}
     c.launch(
         attention_stats, {"stats": stats, "seq": operands["seq"], "starts": None},
         {name: constants[name] for name in ("H", "D", "DP")} | {"LOCAL": 0, "WINDOW": -1, "FOLD": 1, "BM": 64},
-        grid=grid_of(op, op.heads, 64), writes="stats",
+        grid=block_sparse_grid(op, op.heads, 64), writes="stats",
     )  # fmt: skip
     constants |= {"SOFTMAX_SCALE": 1 / sqrt(constants["D"])}
-    t = config_of(op, c, "keys")
+    t = select_block_sparse_config(op, c, "keys")
     written = {"DKV_MODES": (mode(op, "dk"), mode(op, "dv")), "DKV_STRIDES": (op.dk.row_stride, op.dv.row_stride)}
     c.launch(
         block_sparse_attention_dkv, operands, constants | written | {"BM": t.queries, "BN": t.keys},
-        grid=grid_of(op, op.kv_heads, t.keys), **options(t),
+        grid=block_sparse_grid(op, op.kv_heads, t.keys), **options_of(t),
     )  # fmt: skip
-    t = config_of(op, c, "queries")
+    t = select_block_sparse_config(op, c, "queries")
     c.launch(
         block_sparse_attention_dq, operands, constants | {"BM": t.queries, "BN": t.keys},
-        grid=grid_of(op, op.heads, t.queries), **options(t),
+        grid=block_sparse_grid(op, op.heads, t.queries), **options_of(t),
     )  # fmt: skip
     if op.relative is not None:
         append_drelative(c, op, t, operands, constants)

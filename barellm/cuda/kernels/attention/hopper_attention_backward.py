@@ -12,23 +12,29 @@ with s, g, p and the sums (64, D) in registers (240 of a thread), and in shared 
     a_ring, b_ring (S, STREAM_ROWS, D)      full[s]: a block is loaded; empty[s]: both consumers' wgmma have read it; with DKV:
     stats_ring (S, STREAM_ROWS, 4)          lse and delta of the streamed queries
 
-One producer warp (24 registers) issues all TMA loads, into every free stage, also of the next tile. The softmax is recomputed while
+One producer warp (24 registers) issues all TMA loads. The softmax is recomputed while
 g is multiplied, and ds while dv is. The last wgmma is waited for in its own step: it reads registers, and ptxas serializes all
 wgmmas (C7512) if such a one is in flight across a loop. Streams go up, so that dq's last block has the mask and dk's first. Blocks
 beyond the diagonal of one consumer only are released unread (`skip_block`). Tensor maps end with the batch and not with a sequence:
 the next sequence's queries in a last, partial block get the probability zero, so they and their dout must be finite.
 
-Tuples of constants: SCALES: softmax scale times log2(e), softmax scale; DKV_STRIDES: elements from a row to the next of dx and dy.
-Of shared memory: tile_pipeline = (x_ring, y_ring, tile_full, tile_empty), stream_pipeline = (a_ring, b_ring, stats_ring or None,
-full, empty). `i` counts streamed blocks and `t` tiles of a thread block, WG is the consumer, as in hopper_attention.py."""
+DKV_STRIDES: elements from a row to the next of dx and dy. Tuples of shared memory: tile_pipeline = (x_ring, y_ring, tile_full,
+tile_empty), stream_pipeline = (a_ring, b_ring, stats_ring or None, full, empty). `i`, `t`, WG: as in hopper_attention.py."""
 
 from typing import Any
 
 from barellm.cuda.attention_config import AttentionConfig
 from barellm.cuda.kernel import Lowering, TensorMap
 from barellm.cuda.kernels.attention.attention_mask import constant_scale
-from barellm.cuda.kernels.attention.hopper_attention import BLOCK, head_tensor_map, register_operand, start_qk, store_rows, tile_at
-from barellm.cuda.kernels.gemm.hopper_warp_specialized import WG_M
+from barellm.cuda.kernels.attention.hopper_attention import (
+    BLOCK,
+    head_tensor_map,
+    issue_qk,
+    query_tile,
+    register_operand,
+    store_rows,
+)
+from barellm.cuda.kernels.hopper_pipeline import WG_M, consumer_release, consumer_wait, mbarriers, producer_acquire, wgmma_layout
 from barellm.cuda.lang import constant, gl, gluon, hopper
 from barellm.program.integers import ceil_div
 from barellm.program.tensor import Tensor
@@ -39,19 +45,14 @@ STREAM_ROWS = constant(64)  # rows that stream past a tile in one step
 
 
 @gluon
-def streamed_rows(tile_row, seq, DKV):
-    """[begin, stop) of the rows that stream past the tile at `tile_row`: for a tile of keys (DKV) the queries from its first key
-    on, for a tile of queries the keys up to its last query."""
-    if DKV:
-        return tile_row, seq
-    else:
-        return 0, tile_row + BLOCK
+def backward_producer_warp(
+    x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items, DKV, H, GROUP_SIZE, D
+):
+    """The producer warp of the backward pass: for each tile, TMA loads of its stationary x and y (WG_M rows for each consumer),
+    then of blocks of STREAM_ROWS rows of a and b, with DKV those of each query head of the group and their stats.
 
-
-@gluon
-def producer(x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items, DKV, H, GROUP_SIZE, D):
-    """The producer warp: for each tile, TMA loads of its x and y (WG_M rows for each consumer), then of blocks of a and b, with DKV
-    those of each query head of the group, into every free stage, ahead into the next tile. `items`: tiles of all heads."""
+    DKV: x, y, a, b are k, v, q, dout; else q, dout, k, v; NAME_map: their tensor maps (B * T, heads * D). `stats_map`: of the
+    scratch (queries of all heads, STATS) that attention_stats wrote. NAME_pipeline: of the module; `items`: tiles of all heads."""
     x_ring, y_ring, tile_full, tile_empty = tile_pipeline
     a_ring, b_ring, stats_ring, full, empty = stream_pipeline
     STAGES: gl.constexpr = a_ring.shape[0]
@@ -59,23 +60,24 @@ def producer(x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeli
     NBYTES: gl.constexpr = 2 * a_map.block_type.nbytes + (stats_map.block_type.nbytes if DKV else 0)
     i, t = 0, 0
     for w in range(gl.program_id(0), items, gl.num_programs(0)):
-        head, tile_row = tile_at(w, seq)
+        head, tile_row = query_tile(w, seq)
         sequence, group = head // TILE_HEADS, head % TILE_HEADS
         row = sequence * seq
         ready = tile_full.index(t % 2)
-        hopper.mbarrier.wait(tile_empty.index(t % 2), (t // 2 & 1) ^ 1)
+        producer_acquire(tile_empty, t)
         hopper.mbarrier.expect(ready, 4 * x_map.block_type.nbytes)
         for half in gl.static_range(2):
             at = [row + tile_row + half * WG_M, group * D]
             hopper.tma.async_copy_global_to_shared(x_map, at, ready, x_ring.index(2 * (t % 2) + half))
             hopper.tma.async_copy_global_to_shared(y_map, at, ready, y_ring.index(2 * (t % 2) + half))
-        begin, stop = streamed_rows(tile_row, seq, DKV)
+        # Past a tile of keys (DKV) stream the queries from its first key on, past one of queries the keys up to its last query.
+        begin, stop = (tile_row, seq) if DKV else (0, tile_row + BLOCK)
         for group_head in range(GROUP_SIZE if DKV else 1):
             other = group * GROUP_SIZE + group_head if DKV else group // GROUP_SIZE
             for n in range(begin, stop, STREAM_ROWS):
                 s = i % STAGES
                 loaded = full.index(s)
-                hopper.mbarrier.wait(empty.index(s), (i // STAGES & 1) ^ 1)
+                producer_acquire(empty, i)
                 hopper.mbarrier.expect(loaded, NBYTES)
                 at = [row + n, other * D]
                 hopper.tma.async_copy_global_to_shared(a_map, at, loaded, a_ring.index(s))
@@ -88,18 +90,24 @@ def producer(x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeli
 
 
 @gluon
-def consumer(dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, WG, DKV, SCALES, H, GROUP_SIZE, D, DKV_STRIDES):
-    """A consumer warpgroup: the sums of WG_M rows of each tile, x_sum (dk or dq) and y_sum (dv), (WG_M, D) in registers, over the
-    streamed blocks. Only the blocks that hold the diagonal, or end the sequence, are masked."""
+def backward_consumer_warpgroup(
+    dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, WG, DKV, SCALE_LOG2, SOFTMAX_SCALE, H, GROUP_SIZE, D, DKV_STRIDES
+):
+    """Consumer warpgroup WG (0 or 1) of the backward pass, for WG_M = 64 rows of each tile: of each streamed block p = exp(x a^T
+    scale - lse), g = y b^T, then y_sum += p b (dv, with DKV) and x_sum += p (g - delta) a (dk or dq), (WG_M, D) fp32 in registers.
+
+    DKV: x, y, a, b are k, v, q, dout, rows are keys, and the streamed queries' lse and delta come with them from shared memory;
+    else q, dout, k, v, and those of this warpgroup's queries are loaded from `stats` (queries of all heads, STATS), once. Stores dx
+    (dk or dq, times SOFTMAX_SCALE) and dy (dv). Only the blocks that hold the diagonal, or end the sequence, are masked."""
     x_ring, y_ring, tile_full, tile_empty = tile_pipeline
     a_ring, b_ring, stats_ring, full, empty = stream_pipeline
     STAGES: gl.constexpr = a_ring.shape[0]
     TILE_HEADS: gl.constexpr = H // GROUP_SIZE if DKV else H
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM_ROWS, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    SCORES: gl.constexpr = wgmma_layout(STREAM_ROWS)
+    SUMS: gl.constexpr = wgmma_layout(D)
     i, t = 0, 0
     for w in range(gl.program_id(0), items, gl.num_programs(0)):
-        head, tile_row = tile_at(w, seq)
+        head, tile_row = query_tile(w, seq)
         first = tile_row + WG * WG_M
         x = x_ring.index(2 * (t % 2) + WG)
         y = y_ring.index(2 * (t % 2) + WG)
@@ -110,7 +118,7 @@ def consumer(dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, WG, DKV,
             query_stats = stats + STATS * (head * seq + row)
             lse_row = gl.expand_dims(gl.load(query_stats, mask=row < seq, other=0.0), 1)
             delta = gl.expand_dims(gl.load(query_stats + 1, mask=row < seq, other=0.0), 1)
-        hopper.mbarrier.wait(tile_full.index(t % 2), t // 2 & 1)
+        consumer_wait(tile_full, t)
         begin = first if DKV else 0
         stop = seq if DKV else first + WG_M
         for _ in range(GROUP_SIZE if DKV else 1):
@@ -118,13 +126,13 @@ def consumer(dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, WG, DKV,
                 i = skip_block(full, empty, i)
             for n in range(begin, stop, STREAM_ROWS):
                 s = i % STAGES
-                hopper.mbarrier.wait(full.index(s), i // STAGES & 1)
-                p = start_qk(x, a_ring.index(s), SCORES)
-                g = start_qk(y, b_ring.index(s), SCORES)
+                consumer_wait(full, i)
+                p = issue_qk(x, a_ring.index(s), SCORES)
+                g = issue_qk(y, b_ring.index(s), SCORES)
                 p = hopper.warpgroup_mma_wait(1, deps=(p,))
                 if DKV:
-                    lse_row = query_stat(stats_ring.index(s), 0, SCORES)
-                p = gl.exp2(p * SCALES[0] - lse_row)
+                    lse_row = load_stat_in_score_columns(stats_ring.index(s), 0, SCORES)
+                p = gl.exp2(p * SCALE_LOG2 - lse_row)
                 if n == first or (DKV and n + STREAM_ROWS > seq):
                     tile_rows = gl.expand_dims(row, 1)
                     streamed = gl.expand_dims(n + gl.arange(0, STREAM_ROWS, layout=gl.SliceLayout(0, SCORES)), 0)
@@ -136,7 +144,7 @@ def consumer(dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, WG, DKV,
                     weights = register_operand(p, b_ring.dtype, SUMS)
                     y_sum = hopper.warpgroup_mma(weights, b_ring.index(s), y_sum, is_async=True)
                     g = hopper.warpgroup_mma_wait(1, deps=(g,))
-                    delta = query_stat(stats_ring.index(s), 1, SCORES)
+                    delta = load_stat_in_score_columns(stats_ring.index(s), 1, SCORES)
                 else:
                     g, p = hopper.warpgroup_mma_wait(0, deps=(g, p))
                 weights = register_operand(p * (g - delta), a_ring.dtype, SUMS)
@@ -145,13 +153,13 @@ def consumer(dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, WG, DKV,
                     x_sum, y_sum = hopper.warpgroup_mma_wait(0, deps=(x_sum, y_sum))
                 else:
                     x_sum = hopper.warpgroup_mma_wait(0, deps=(x_sum,))
-                hopper.mbarrier.arrive(empty.index(s))
+                consumer_release(empty, i)
                 i += 1
             if not DKV and WG == 0:
                 i = skip_block(full, empty, i)
-        hopper.mbarrier.arrive(tile_empty.index(t % 2))
+        consumer_release(tile_empty, t)
         at = gl.cast(head // TILE_HEADS * seq, gl.int64)
-        store_rows(dx + at * DKV_STRIDES[0] + head % TILE_HEADS * D, x_sum * SCALES[1], first, seq, D, DKV_STRIDES[0])
+        store_rows(dx + at * DKV_STRIDES[0] + head % TILE_HEADS * D, x_sum * SOFTMAX_SCALE, first, seq, D, DKV_STRIDES[0])
         if DKV:
             store_rows(dy + at * DKV_STRIDES[1] + head % TILE_HEADS * D, y_sum, first, seq, D, DKV_STRIDES[1])
         t += 1  # noqa: SIM113
@@ -159,20 +167,19 @@ def consumer(dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, WG, DKV,
 
 @gluon
 def skip_block(full, empty, i):
-    """Release block i, which only the other consumer needs, unread; returns i + 1. It waits until the block is full: then the other
-    consumer has released the stage's previous block, and the two arrivals for this block are not counted with those for that
-    one."""
-    STAGES: gl.constexpr = empty.shape[0]
-    hopper.mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
-    hopper.mbarrier.arrive(empty.index(i % STAGES))
+    """Release block i, which only the other consumer reads; returns i + 1. It waits until the block is full: then the other
+    consumer has released the stage's previous block, and arrivals for the two blocks are not mixed."""
+    consumer_wait(full, i)
+    consumer_release(empty, i)
     return i + 1
 
 
 @gluon
-def query_stat(block, WHICH, SCORES):
+def load_stat_in_score_columns(block, WHICH, SCORES):
     """A statistic of each streamed query, lse (WHICH 0) or delta (1), as (1, STREAM_ROWS) in the layout of the scores. `block`
-    (STREAM_ROWS, STATS) is in shared memory; STATS_LAYOUT loads each value into the threads whose scores have its column, so no
-    data moves between threads."""
+    (STREAM_ROWS, STATS) fp32 is in shared memory. STATS_LAYOUT loads each value into the threads whose scores have its column."""
+    # Bits of the query's number: bit 0 and bits 3 to 5 count a thread's registers, bits 1 and 2 its lane's lowest two bits (of
+    # wgmma_layout: lane 4 r + c has columns 2 c and 2 c + 1). The lane's other bits and the warp are rows, and count none.
     STATS_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[1, 0], [8, 0], [16, 0], [32, 0]], [[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [STREAM_ROWS, 1]
     )
@@ -182,23 +189,25 @@ def query_stat(block, WHICH, SCORES):
 
 @gluon
 def hopper_attention_backward(
-    dx, dy, stats, x_map, y_map, a_map, b_map, stats_map, seq, heads, DKV, SCALES, H, GROUP_SIZE, D, DKV_STRIDES, STAGES
-):
-    """Allocate shared memory and mbarriers, and start the warps. With DKV dx is dk and dy is dv, else dx is dq and dy None.
-    NAME_map: tensor maps; `stats` (dq) and `stats_map` (DKV) are of the same matrix (queries of all heads, STATS). `heads`: of the
-    tiles, of all sequences. STAGES: of the streamed blocks."""
+    dx, dy, stats, x_map, y_map, a_map, b_map, stats_map, seq, heads,
+    DKV, SCALE_LOG2, SOFTMAX_SCALE, H, GROUP_SIZE, D, DKV_STRIDES, STAGES,
+):  # fmt: skip
+    """FlashAttention-3 backward: with DKV dx = dk = scale ds^T q and dy = dv = p^T dout (B, T, G * D), else dx = dq = scale ds k
+    (B, T, H * D) and dy None, with p = exp(scale q k^T - lse), ds = p (dout v^T - delta). Persistent thread blocks, one per
+    multiprocessor: allocates shared memory and mbarriers, and starts two consumer warpgroups and a producer warp.
+
+    NAME_map: tensor maps of the bf16 or fp16 operands (with DKV x, y, a, b are k, v, q, dout; else q, dout, k, v); `stats` (dq) and
+    `stats_map` (DKV) are of what attention_stats wrote, (queries of all heads, STATS) fp32. `heads`: of the tiles, of all
+    sequences. STAGES: of the streamed blocks, 2 at least. D is 64 or 128."""
     x_ring = gl.allocate_shared_memory(x_map.dtype, [4, WG_M, D], x_map.layout)
     y_ring = gl.allocate_shared_memory(y_map.dtype, [4, WG_M, D], y_map.layout)
     a_ring = gl.allocate_shared_memory(a_map.dtype, [STAGES, STREAM_ROWS, D], a_map.layout)
     b_ring = gl.allocate_shared_memory(b_map.dtype, [STAGES, STREAM_ROWS, D], b_map.layout)
-    BARRIER: gl.constexpr = hopper.mbarrier.MBarrierLayout()
-    tile_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    tile_full, tile_empty = mbarriers(2), mbarriers(2)
     for s in gl.static_range(2):
         hopper.mbarrier.init(tile_full.index(s), count=1)
         hopper.mbarrier.init(tile_empty.index(s), count=2)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    full, empty = mbarriers(STAGES), mbarriers(STAGES)
     for s in gl.static_range(STAGES):
         hopper.mbarrier.init(full.index(s), count=1)
         hopper.mbarrier.init(empty.index(s), count=2)
@@ -211,16 +220,19 @@ def hopper_attention_backward(
         stream_pipeline = (a_ring, b_ring, stats_ring, full, empty)
     items = heads * gl.cdiv(seq, BLOCK)
     gl.warp_specialize([
-        (consumer, (dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, 0, DKV, SCALES, H, GROUP_SIZE, D, DKV_STRIDES)),
-        (consumer, (dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, 1, DKV, SCALES, H, GROUP_SIZE, D, DKV_STRIDES)),
-        (producer, (x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items, DKV, H, GROUP_SIZE, D)),
+        (backward_consumer_warpgroup, (dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, 0,
+                                       DKV, SCALE_LOG2, SOFTMAX_SCALE, H, GROUP_SIZE, D, DKV_STRIDES)),
+        (backward_consumer_warpgroup, (dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, 1,
+                                       DKV, SCALE_LOG2, SOFTMAX_SCALE, H, GROUP_SIZE, D, DKV_STRIDES)),
+        (backward_producer_warp, (x_map, y_map, a_map, b_map, stats_map, tile_pipeline, stream_pipeline, seq, items,
+                                  DKV, H, GROUP_SIZE, D)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-def launch_backward(op: Any, c: Lowering, tile: AttentionConfig, stats: Tensor, scale_log2: float, *, keys: bool) -> None:
-    """Launch dk and dv (`keys`), or dq, of an op with a warp-specialized configuration: causal over complete sequences, heads of 64
-    or 128 columns of 16-bit numbers, without dropout, results stored and not added. `stats`: those of attention_stats;
-    `scale_log2`: softmax scale times log2(e)."""
+def launch_hopper_backward(op: Any, c: Lowering, tile: AttentionConfig, stats: Tensor, scale_log2: float, *, keys: bool) -> None:
+    """Plan one launch of hopper_attention_backward, for dk and dv (`keys`) or for dq, of an op with a warp-specialized
+    configuration `tile`: causal over complete sequences, heads of 64 or 128 columns of 16-bit numbers, without dropout, results
+    stored and not added. `stats`: those of attention_stats; `scale_log2`: softmax scale times log2(e)."""
     D, group_size = int(op.out.shape[-1]) // op.heads, op.heads // op.kv_heads
     assert tile.warp_specialized and D in (64, 128) and op.plain and not op.rate, op
     sizes = (STREAM_ROWS.value, BLOCK.value)  # of queries and keys where keys are stationary
@@ -239,8 +251,8 @@ def launch_backward(op: Any, c: Lowering, tile: AttentionConfig, stats: Tensor, 
             "heads": lambda s: s.batch * heads,
         },
         {
-            "DKV": keys, "SCALES": (scale_log2, constant_scale(op, D)), "H": op.heads, "GROUP_SIZE": group_size, "D": D,
-            "STAGES": tile.num_stages, "DKV_STRIDES": (results["dx"].row_stride, op.dv.row_stride if keys else 0),
+            "DKV": keys, "SCALE_LOG2": scale_log2, "SOFTMAX_SCALE": constant_scale(op, D), "H": op.heads, "GROUP_SIZE": group_size,
+            "D": D, "STAGES": tile.num_stages, "DKV_STRIDES": (results["dx"].row_stride, op.dv.row_stride if keys else 0),
         },
         grid=lambda s: (min(c.target.sms, ceil_div(s.seq, BLOCK.value) * s.batch * heads),),
         writes="dx dy" if keys else "dx", warps=tile.num_warps,

@@ -16,7 +16,7 @@ from barellm.program.integers import ceil_div
 @device
 def rotate(v, cos, sin, position, mask, D, BACK, BR, BC):
     """Heads v (BR, BC), whose planes (pairs of adjacent columns) are rotated by the angles of `position` (BR,), or with BACK by the
-    negative angles; planes from D / 4 on stay (half-truncated)."""
+    negative angles; planes from D / 4 on stay."""
     plane = tl.arange(0, BC // 2)
     index = position[:, None] * (D // 4) + plane[None, :]
     rotates = mask & (plane < D // 4)[None, :]
@@ -41,8 +41,10 @@ def head_indices(rows, seq, COUNT, PAIRED, BR):
 
 @device
 def qk_rotary(y, rstd, x, cos, sin, rows, seq, X_STRIDE, D, HEADS, COUNT, PAIRED, SHIFT, EPS, BR, BC):
-    """y = rotated x * rstd, and rstd of each head. SHIFT: the upper half of a key is stored in the next position's row; that of the
-    last position is dropped, and the first position keeps its own, too."""
+    """y = rotate(x rstd), rstd = 1 / sqrt(mean(x^2) + EPS), of BR heads of BC >= D columns, each read once. x (rows, W) is what the
+    QKV projection wrote: HEADS query heads, then key heads, COUNT in all; y (rows, W) and rstd (rows, COUNT) fp32 are written.
+    SHIFT: the upper half of a key is stored in the next position's row; that of the last position is dropped, and the first
+    position keeps its own, too. Grid: blocks of heads of all rows. BR, BC: powers of two."""
     unit, live, row, head, t, position = head_indices(rows, seq, COUNT, PAIRED, BR)
     column = tl.arange(0, BC)
     mask = live[:, None] & (column < D)[None, :]
@@ -64,8 +66,8 @@ def qk_rotary(y, rstd, x, cos, sin, rows, seq, X_STRIDE, D, HEADS, COUNT, PAIRED
 def qk_rotary_backward(
     dx, dy, x, rstd, cos, sin, scalars, rows, seq, X_STRIDE, DX_STRIDE, D, HEADS, COUNT, PAIRED, SHIFT, BR, BC, MODE
 ):
-    """dx = rstd (dn - n mean(dn n)), with dn = dy rotated back and n = x rstd. SHIFT: dy is read where the forward pass stored a
-    key's upper half."""
+    """dx = rstd (dn - n mean(dn n)) of BR heads, with dn = dy rotated back and n = x rstd; stored or added (MODE). x, rstd, cos,
+    sin, grid: as in the forward pass; dy (rows, W). SHIFT: dy is read where the forward pass stored a key's upper half."""
     unit, live, row, head, t, position = head_indices(rows, seq, COUNT, PAIRED, BR)
     column = tl.arange(0, BC)
     mask = live[:, None] & (column < D)[None, :]
@@ -85,7 +87,7 @@ def qk_rotary_backward(
     store_or_add(dx + row[:, None] * DX_STRIDE + offset, mask, inverse * (dn - n * mean[:, None]), scalars, MODE)
 
 
-def launch(op: Any, c: Lowering, function: Any, **constants: Any) -> None:
+def launch_qk_rotary(op: Any, c: Lowering, function: Any, **constants: Any) -> None:
     """Launch one of the two kernels over all heads of op.x; `constants`: those that the other one does not have."""
     count, rows = op.heads + op.kv_heads, c.rows(op.x)
     D = int(op.x.shape[-1]) // count
@@ -98,9 +100,9 @@ def launch(op: Any, c: Lowering, function: Any, **constants: Any) -> None:
 
 @lowering("qk_rotary", views="x")
 def lower_qk_rotary(op: Any, c: Lowering) -> None:
-    launch(op, c, qk_rotary, EPS=float(op.eps))
+    launch_qk_rotary(op, c, qk_rotary, EPS=float(op.eps))
 
 
 @lowering("qk_rotary_backward", starts="dx", views="x dx")
 def lower_qk_rotary_backward(op: Any, c: Lowering) -> None:
-    launch(op, c, qk_rotary_backward)
+    launch_qk_rotary(op, c, qk_rotary_backward)

@@ -2,8 +2,7 @@
 Shapes as in block_sparse_attention.py; relative (M, H * D), row m being the vector of the distance TERMS[0] + m; C = H * D.
 
 A tile of BT queries from m0 on and BT keys from n0 on has 2 BT - 1 distances. The matmul of the queries with the vectors of
-distances, (BT, 2 BT), has the term of query a and key b in column a - b + BT, and the gradient goes the same way back; column 0 is
-unused. Both are gathers along a row."""
+distances, (BT, 2 BT), has the term of query a and key b in column a - b + BT, and the gradient goes back so."""
 
 from barellm.cuda.kernels.attention.attention_tiles import row_pointers
 from barellm.cuda.lang import device, tl
@@ -17,8 +16,7 @@ def has_terms(m0, n0, BT, TERMS):
 
 @device
 def vectors_of(relative, gap, BT, TERMS, C, D, DP):
-    """The vectors (2 BT, DP) of the distances from gap - BT on, gap = m0 - n0; zeros for distances without a term. `relative`: of
-    the head's first column."""
+    """The vectors (2 BT, DP) of the distances from gap - BT on, gap = m0 - n0; zeros without a term. `relative`: of the head."""
     w, d = tl.arange(0, 2 * BT), tl.arange(0, DP)
     row = gap - BT - TERMS[0] + w
     pointers = row_pointers(relative, gap - BT - TERMS[0], w, d, C, 0)

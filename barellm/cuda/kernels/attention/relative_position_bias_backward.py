@@ -12,8 +12,8 @@ import numpy as np
 
 from barellm.cuda.attention_config import AttentionConfig, padded_head_size
 from barellm.cuda.kernel import Count, Lowering, Sizes, mode
-from barellm.cuda.kernels.attention.attention import options
-from barellm.cuda.kernels.attention.attention_backward import STATS, stats_of
+from barellm.cuda.kernels.attention.attention import options_of
+from barellm.cuda.kernels.attention.attention_backward import STATS, load_query_stats
 from barellm.cuda.kernels.attention.attention_tiles import kv_pointer, load_rows
 from barellm.cuda.kernels.attention.block_sparse_attention import is_visible
 from barellm.cuda.kernels.attention.relative_position_bias import to_distances, to_keys, vectors_of
@@ -28,8 +28,7 @@ MIN_TILES = 16
 
 @device
 def kind_of_block(rows, row, key, LISTS, ENTRIES, LONGEST):
-    """The kind of the block of keys `key` in list `row` of the table `rows` (block_sparse_attention.py); -1 if it is not listed.
-    All entries, LONGEST at most, are compared at once."""
+    """The kind of the block of keys `key` in list `row` of the table `rows` (block_sparse_attention.py); -1 if it is not listed."""
     begin, end = tl.load(rows + row), tl.load(rows + row + 1)
     pointers = rows + LISTS + 1 + begin + tl.arange(0, LONGEST)
     inside = begin + tl.arange(0, LONGEST) < end
@@ -66,17 +65,20 @@ def block_sparse_attention_drelative(
     partials, q, k, v, dout, stats, rows, masks, relative, chunk, count, seq,
     SCALE_LOG2, SOFTMAX_SCALE, H, GROUP_SIZE, D, DP, STRIDES, OFFSETS, BLOCK, LISTS, ENTRIES, TERMS, LEAST, LONGEST, BT,
 ):  # fmt: skip
-    """partials (slices, 2, M, H * D): the sums over tiles of the scores' gradients by distance, transposed, times the queries.
-    Grid: gaps from LEAST tiles on, heads, slices of `chunk` of the `count` tiles of queries of all sequences."""
+    """The gradient of the relative vectors, sum over (i, j) with i - j = m of scale ds_ij q_i, for the 2 BT distances between a
+    tile of BT queries and the tile of keys `gap` tiles before: partials (slices, 2, M, H * D) fp32, of the tiles of a slice.
+
+    Reads q, k, v, dout, stats and the tables as block_sparse_attention_dq; `relative` (M, H * D). Grid: gaps from LEAST tiles on,
+    heads, slices of `chunk` of the `count` tiles of queries of all sequences. BT: a power of two that divides BLOCK."""
     C: tl.constexpr = H * D
     gap, head, slice = LEAST + tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    tiles = (seq + BT - 1) // BT
+    tiles = (seq + BT - 1) // BT  # of a sequence
     kv_column = head // GROUP_SIZE * D
     vectors = vectors_of(relative + head * D, gap * BT, BT, TERMS, C, D, DP)
     total = tl.zeros((2 * BT, DP), tl.float32)
     index = tl.arange(0, BT)
     for i in range(slice * chunk, tl.minimum(slice * chunk + chunk, count)):
-        sequence, m0, n0 = i // tiles, i % tiles * BT, (i % tiles - gap) * BT
+        sequence, m0, n0 = i // tiles, i % tiles * BT, (i % tiles - gap) * BT  # of tile i of queries
         if (n0 >= 0) & (n0 < seq):
             kind = kind_of_block(rows, head * (LISTS // H) + m0 // BLOCK, n0 // BLOCK, LISTS, ENTRIES, LONGEST)
             if kind >= 0:
@@ -89,7 +91,7 @@ def block_sparse_attention_drelative(
                 do = load_rows(dout + token0 * C + head * D, m0, seq, C, BT, D, DP)
                 s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
                 s += to_keys(tl.dot(queries, tl.trans(vectors), input_precision="ieee"), BT)
-                lse, delta, _ = stats_of(stats + STATS * ((sequence * H + head).to(tl.int64) * seq), m0, seq, False, BT)
+                lse, delta, _ = load_query_stats(stats + STATS * ((sequence * H + head).to(tl.int64) * seq), m0, seq, False, BT)
                 visible = is_visible(masks, kind, (m0 % BLOCK + index)[:, None], (n0 % BLOCK + index)[None, :], BLOCK)
                 p = tl.where(visible, tl.math.exp2(s * SCALE_LOG2 - lse[:, None]), 0.0)
                 dp = tl.dot(do, tl.trans(values), input_precision="ieee")
@@ -103,8 +105,8 @@ def block_sparse_attention_drelative(
 
 
 def append_drelative(c: Lowering, op: Any, tile: AttentionConfig, operands: dict[str, Any], constants: dict[str, Any]) -> None:
-    """Launch drelative (M, H * D) of an op: `block_sparse_attention_drelative` by square tiles, then the sum of its partials. With
-    heads wider than 64 columns, tiles larger than 16 spill. `operands`, `constants`: those of dq's kernel."""
+    """Plan two launches: `block_sparse_attention_drelative` by square tiles, into scratch, and the sum of these partials into
+    drelative (M, H * D). Wide heads spill in large tiles. `operands`, `constants`: those of dq."""
     BT = tile.keys if constants["DP"] <= 64 else min(tile.keys, 16)
     first, last = op.distances
     gaps = range(first // BT, last // BT + 2)
@@ -115,6 +117,6 @@ def append_drelative(c: Lowering, op: Any, tile: AttentionConfig, operands: dict
     c.launch(
         block_sparse_attention_drelative, operands | {"partials": partials, "chunk": count.chunk, "count": count},
         constants | {"LEAST": gaps.start, "LONGEST": longest, "BT": BT},
-        grid=lambda s: (len(gaps), op.heads, count.halves(s) // 2), writes="partials", **options(tile),
+        grid=lambda s: (len(gaps), op.heads, count.halves(s) // 2), writes="partials", **options_of(tile),
     )  # fmt: skip
     reduce_splits(c, op.drelative, partials, count.halves, op.relative.size, mode(op, "drelative"))

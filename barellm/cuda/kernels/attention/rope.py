@@ -1,10 +1,9 @@
 """Rotary position embedding (RoPE, Su et al. 2021) of packed heads. Shapes: x, y (batch, seq, W); cos, sin (maxT, HALF) fp32; HALF
-is half a head's columns. A plane is a pair of columns of one head, HALF apart, that is rotated. x and y are moved once; tables are
-cached."""
+is half a head's columns. A plane is a pair of columns of one head, HALF apart, that is rotated. x and y are moved once."""
 
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, lowering, mode
+from barellm.cuda.kernel import Lowering, lowering
 from barellm.cuda.kernels.common import BLOCK, POS, pow2, store_or_add
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
@@ -14,9 +13,9 @@ WIDE = 256  # planes, or columns that pass through, of one program's row
 
 @device
 def rope(y, x, cos, sin, scalars, rows, seq, W, ROTARY_DIM, HALF, INVERSE, BR, BC, MODE):
-    """Rotate the first ROTARY_DIM columns (complete heads) of each row by the angles of its position pos + t, and copy the other
-    columns. INVERSE: by the negative angles, for the gradient. Grid: blocks of BR rows; blocks of BC planes, then of BC columns to
-    copy."""
+    """(y_j, y_{j + HALF}) = (a c - b s, b c + a s) of each plane (a, b) = (x_j, x_{j + HALF}), with c, s = cos, sin[pos + t, j]:
+    the first ROTARY_DIM columns (complete heads) of x (rows, W); the other columns are copied. Stored or added (MODE). INVERSE: by
+    the negative angles, for the gradient. Grid: blocks of BR rows; blocks of BC planes, then of BC columns to copy."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     live = (row < rows)[:, None]
     PLANES: tl.constexpr = ROTARY_DIM // 2
@@ -24,11 +23,11 @@ def rope(y, x, cos, sin, scalars, rows, seq, W, ROTARY_DIM, HALF, INVERSE, BR, B
     if tl.program_id(1) < ROTATED_BLOCKS:
         plane = tl.program_id(1) * BC + tl.arange(0, BC)
         mask = live & (plane < PLANES)[None, :]
-        at = (tl.load(scalars + POS) + row % seq)[:, None] * HALF + (plane % HALF)[None, :]
-        c, s = tl.load(cos + at, mask=mask, other=0.0), tl.load(sin + at, mask=mask, other=0.0)
+        angle = (tl.load(scalars + POS) + row % seq)[:, None] * HALF + (plane % HALF)[None, :]  # index in the tables
+        c, s = tl.load(cos + angle, mask=mask, other=0.0), tl.load(sin + angle, mask=mask, other=0.0)
         if INVERSE:
             s = -s
-        i = row[:, None] * W + (plane // HALF * (2 * HALF) + plane % HALF)[None, :]
+        i = row[:, None] * W + (plane // HALF * (2 * HALF) + plane % HALF)[None, :]  # head plane // HALF, column plane % HALF
         a = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(x + i + HALF, mask=mask, other=0.0).to(tl.float32)
         store_or_add(y + i, mask, a * c - b * s, scalars, MODE)
@@ -42,14 +41,13 @@ def rope(y, x, cos, sin, scalars, rows, seq, W, ROTARY_DIM, HALF, INVERSE, BR, B
 
 @lowering("rope", starts="y")
 def lower_rope(op: Any, c: Lowering) -> None:
-    """Launch RoPE or its inverse on the first op.heads heads of each row; a program has a block of rows and planes."""
+    """Plan one launch: RoPE or its inverse on the first op.heads heads of each row; a program has a block of rows and planes."""
     W, HALF, rows = int(op.x.shape[-1]), int(op.cos.shape[-1]), c.rows(op.x)
     rotary_dim = op.heads * 2 * HALF
     BC = min(WIDE, pow2(max(rotary_dim // 2, W - rotary_dim)))
     BR = BLOCK // BC
     constants = {"W": W, "ROTARY_DIM": rotary_dim, "HALF": HALF, "INVERSE": bool(op.inverse), "BR": BR, "BC": BC}
     c.launch(
-        rope, {"y": op.y, "x": op.x, "cos": op.cos, "sin": op.sin, "rows": rows, "seq": lambda s: s.seq},
-        constants | {"MODE": mode(op, "y")},
-        grid=lambda s: (ceil_div(rows(s), BR), ceil_div(rotary_dim // 2, BC) + ceil_div(W - rotary_dim, BC)), writes="y",
+        rope, {"rows": rows}, constants,
+        grid=lambda s: (ceil_div(rows(s), BR), ceil_div(rotary_dim // 2, BC) + ceil_div(W - rotary_dim, BC)),
     )  # fmt: skip

@@ -17,8 +17,8 @@ TOKEN_FACTOR, BEFORE_FACTOR = (constant(factor) for factor in HASH)
     constants=lambda op: {"MODULUS": op.buckets - 1, "RESERVED": op.reserved},
 )  # fmt: skip
 def bigram_ids(ids, tokens, units, seq, MODULUS, RESERVED, UNIT, BLOCK):
-    """ids = (token * TOKEN_FACTOR xor previous token * BEFORE_FACTOR) mod MODULUS, in i32 with wrap-around; MODULUS, the last
-    bucket, at the first position of a row. RESERVED: at position 1 the previous token counts as MODULUS."""
+    """Hashed bigrams: ids (batch, seq) i32 = (token * TOKEN_FACTOR xor previous token * BEFORE_FACTOR) mod MODULUS, in i32 with
+    wrap-around; MODULUS, the last bucket, at the first position of a row. RESERVED: at position 1 the previous one is MODULUS."""
     i, mask = flat_indices(units, UNIT, BLOCK)
     inner = mask & (i % seq != 0)
     current = tl.load(tokens + i, mask=mask, other=0) * TOKEN_FACTOR
@@ -32,15 +32,16 @@ def bigram_ids(ids, tokens, units, seq, MODULUS, RESERVED, UNIT, BLOCK):
 
 @device
 def cu_seqlens(cu_seqlens, tokens, seq, SEPARATOR, SLOTS, BLOCK):
-    """cu_seqlens of one row: a document begins at position 0 and at each later SEPARATOR; slots that are left get seq. A program
-    goes through its row BLOCK tokens at a time, because a document's slot is the number of those that begin before it."""
+    """cu_seqlens (batch, SLOTS) i32 of one row of tokens (batch, seq) i32, a program each: the first positions of its documents.
+    One begins at position 0 and at each later SEPARATOR; slots that are left get seq. A program goes through its row BLOCK tokens
+    at a time, because a document's slot is the number of those that begin before it. SLOTS must hold all documents of a row."""
     row = tl.program_id(0).to(tl.int64)
     row_tokens, boundaries = tokens + row * seq, cu_seqlens + row * SLOTS
-    count = 1
+    count = 1  # the document at position 0
     for begin in range(0, seq, BLOCK):
         t = begin + tl.arange(0, BLOCK)
         begins = (tl.load(row_tokens + t, mask=t < seq, other=0) == SEPARATOR) & (t > 0) & (t < seq)
-        slots = count + tl.cumsum(begins.to(tl.int32), 0) - 1
+        slots = count + tl.cumsum(begins.to(tl.int32), 0) - 1  # of the documents that begin here
         tl.store(boundaries + slots, t, mask=begins)
         count += tl.sum(begins.to(tl.int32), 0)
     for begin in range(0, SLOTS, BLOCK):
@@ -57,14 +58,14 @@ def lower_cu_seqlens(op: Any, c: Lowering) -> None:
 
 @device
 def document_starts(starts, cu_seqlens, seq, parts, SLOTS, BITS, BLOCK):
-    """starts of BLOCK positions of a row (`parts` blocks a row): the last entry of cu_seqlens that is not beyond the position, by
-    binary search over BITS bits of the slot."""
+    """starts (batch, seq) i32, for attention's document mask: the first position of each position's document, the last entry of the
+    row's cu_seqlens (SLOTS) that is not beyond the position, by binary search over BITS bits of the slot. `parts`: of a row."""
     row = (tl.program_id(0) // parts).to(tl.int64)
     t = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
     boundaries = cu_seqlens + row * SLOTS
     slot = tl.zeros((BLOCK,), tl.int32)
     for bit in tl.static_range(BITS):
-        next_slot = slot + (1 << (BITS - 1 - bit))
+        next_slot = slot + (1 << (BITS - 1 - bit))  # from the highest bit down
         inside = next_slot < SLOTS
         begun = inside & (tl.load(boundaries + next_slot, mask=inside, other=0) <= t)
         slot = tl.where(begun, next_slot, slot)

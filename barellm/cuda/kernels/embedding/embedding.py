@@ -1,11 +1,10 @@
 """Token and position embedding. Shapes: tokens (batch, seq) i32, wte (V, C), wpe (maxT, C) or none, y and dy (batch, seq, C).
 
 The gradient of the token embedding needs every token's row in the order of the tokens, without atomics on floats. So the device
-sorts (id, position) pairs, all different, as int64 keys = id * 2^32 + position: blocks by a sorting network, then runs by
-merging, where each key finds its place by counting the keys below it in the other run. Then programs walk STEPS sorted
-keys each, whatever their ids: a frequent token is spread over as many programs as it needs. What is complete within a program's
-keys is written at once; of a token that spans programs each keeps a partial sum, and those are added in order (a segmented
-reduction)."""
+sorts (id, position) pairs, all different, as int64 keys = id * 2^32 + position: blocks by a sorting network, then runs by merging,
+where each key finds its place by counting the keys below it in the other run. Then programs walk STEPS sorted keys each, whatever
+their ids: a frequent token is spread over as many programs as it needs. What is complete within a program's keys is written at
+once; of a token that spans programs each keeps a partial sum, added in order (segmented reduction)."""
 
 from typing import Any
 
@@ -24,8 +23,7 @@ COLUMNS = 256  # of dy, for each program
 
 @device
 def embedding(y, tokens, wte, wte_lo, wpe, wpe_lo, scalars, rows, seq, C, BR, BC):
-    """y = wte[token], plus wpe[pos + t] if there are position embeddings; a block (BR, BC) for each program. NAME_lo: second planes
-    of weights, or None (storage.py)."""
+    """y = wte[token], plus wpe[pos + t] if there are position embeddings; a block (BR, BC) for each program."""
     row, column, mask = tile_indices(rows, C, BR, BC)
     token = tl.load(tokens + row, mask=row < rows, other=0).to(tl.int64)
     value = load_weight(wte, wte_lo, token[:, None] * C + column[None, :], mask)
@@ -37,16 +35,14 @@ def embedding(y, tokens, wte, wte_lo, wpe, wpe_lo, scalars, rows, seq, C, BR, BC
 
 @lowering("embedding", also={"tokens": "i32", "wte": PLANES, "wpe": PLANES})
 def lower_embedding(op: Any, c: Lowering) -> None:
-    operands = {"y": op.y, "tokens": op.tokens, "seq": lambda s: s.seq}
-    operands |= weight_operands("wte", op.wte)
+    operands = weight_operands("wte", op.wte)
     operands |= {"wpe": None, "wpe_lo": None} if op.wpe is None else weight_operands("wpe", op.wpe)
-    rowwise(c, embedding, op.y, operands, writes="y")
+    rowwise(c, embedding, op.y, operands)
 
 
 @device
 def embedding_dwpe(dweight, dy, scalars, rows, batch, seq, C, BR, BC, MODE):
-    """The gradient of position embeddings: dweight[t] = sum of dy[:, t] over the batch in order; zero beyond the sequence. `rows`:
-    those of dweight; a block (BR, BC) of it for each program."""
+    """The gradient of position embeddings: dweight[t] = sum of dy[:, t] over the batch in order; zero beyond it."""
     row, column, mask = tile_indices(rows, C, BR, BC)
     live = mask & (row < seq)[:, None]
     i = row[:, None] * C + column[None, :]
@@ -58,8 +54,7 @@ def embedding_dwpe(dweight, dy, scalars, rows, batch, seq, C, BR, BC, MODE):
 
 @lowering("embedding_dwpe", starts="dweight")
 def lower_embedding_dwpe(op: Any, c: Lowering) -> None:
-    operands = {"dweight": op.dweight, "dy": op.dy, "batch": lambda s: s.batch, "seq": lambda s: s.seq}
-    rowwise(c, embedding_dwpe, op.dweight, operands, writes="dweight", MODE=mode(op, "dweight"))
+    rowwise(c, embedding_dwpe, op.dweight, {"batch": lambda s: s.batch})
 
 
 @device
@@ -85,8 +80,8 @@ def count_below(keys, key, first, last, steps):
 
 @device
 def merge_runs(merged, keys, n, run, steps, BLOCK):
-    """Merge neighbouring runs of `run` sorted keys into `merged`: a key's position is that in its own run plus the number of keys
-    below it in the other run. A program does BLOCK keys."""
+    """Merge neighbouring runs of `run` sorted keys into `merged`: a key's position is that in its own run plus that in the
+    other."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
     key = tl.load(keys + i, mask=mask, other=0)
@@ -98,22 +93,23 @@ def merge_runs(merged, keys, n, run, steps, BLOCK):
 
 
 @device
-def add_token_rows(dweight, partials, keys, dy, scalars, n, C, STEPS, BC, MODE):
-    """Sum dy's rows by token, for STEPS sorted keys and a block of columns. A token all of whose keys are here goes to dweight.
-    partials (programs, 2, C): the sum of a token that began before the first key, and of one that continues after the last; of one
-    that does both only the first."""
+def sum_rows_by_token(dweight, partials, keys, dy, scalars, n, C, STEPS, BC, MODE):
+    """The gradient of the token embedding, first step of a segmented sum: dweight[token] = sum of dy's rows of that token, for
+    STEPS sorted keys (token << 32 | row, of merge_runs) and BC columns a program. A token all of whose keys are here goes to
+    dweight (V, C), stored or added (MODE). partials (programs, 2, C) fp32: the sum of a token that began before the first key, and
+    of one that continues after the last; of one that does both only the first. Grid: programs of keys, blocks of columns."""
     begin = tl.program_id(0) * STEPS
     end = tl.minimum(begin + STEPS, n)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = column < C
-    slots = partials + tl.program_id(0).to(tl.int64) * (2 * C) + column
-    previous_token = tl.load(keys + begin - 1, mask=begin > 0, other=-1) >> 32
+    slots = partials + tl.program_id(0).to(tl.int64) * (2 * C) + column  # the program's two
+    previous_token = tl.load(keys + begin - 1, mask=begin > 0, other=-1) >> 32  # of the key before this program's
     next_token = tl.load(keys + end, mask=end < n, other=-1) >> 32
     total = tl.zeros((BC,), tl.float32)
     key = tl.load(keys + begin)
     for i in range(begin, end):
         token = key >> 32
-        row = key & 0xFFFFFFFF
+        row = key & 0xFFFFFFFF  # of dy
         total += tl.load(dy + row * C + column, mask=inside, other=0.0).to(tl.float32)
         key = tl.load(keys + i + 1, mask=i + 1 < end, other=-1)
         if (key >> 32) != token:  # its last one here
@@ -127,9 +123,9 @@ def add_token_rows(dweight, partials, keys, dy, scalars, n, C, STEPS, BC, MODE):
 
 
 @device
-def join_token_rows(dweight, partials, keys, scalars, n, steps, C, STEPS, BR, BC, MODE):
-    """dweight of a token whose keys span programs, by the program in which it began: the sum of its partials, in order, BR at a
-    time."""
+def join_split_tokens(dweight, partials, keys, scalars, n, steps, C, STEPS, BR, BC, MODE):
+    """Second step: dweight[token] of a token whose keys span programs of sum_rows_by_token, by the program in which it began: the
+    sum of its partials (programs, 2, C), slot 1 of that program and slot 0 of the following ones, in order, BR at a time."""
     program = tl.program_id(0)
     last = program * STEPS + STEPS - 1
     token = tl.load(keys + last, mask=last < n, other=-1) >> 32
@@ -143,7 +139,7 @@ def join_token_rows(dweight, partials, keys, scalars, n, steps, C, STEPS, BR, BC
         total = tl.zeros((BR, BC), tl.float32)
         for first in range(program, programs, BR):
             p = first + tl.arange(0, BR)
-            slot = 2 * p.to(tl.int64) + tl.where(p == program, 1, 0)
+            slot = 2 * p.to(tl.int64) + tl.where(p == program, 1, 0)  # slot 1 where it began, 0 where it goes on
             i = slot[:, None] * C + column[None, :]
             total += tl.load(partials + i, mask=(p < programs)[:, None] & inside[None, :], other=0.0)
         store_or_add(dweight + token * C + column, inside, tl.sum(total, 0), scalars, MODE)
@@ -162,7 +158,8 @@ def clear_absent_tokens(dweight, keys, scalars, rows, n, steps, C, BR, BC, MODE)
 
 @lowering("embedding_dwte", starts="dweight", also={"tokens": "i32"})
 def lower_embedding_dwte(op: Any, c: Lowering) -> None:
-    """Launch: sort the keys in blocks, merge them into one run, clear the rows of absent tokens, sum by token in two steps."""
+    """Plan the launches: sort the keys in blocks, merge them into one run (a launch for each doubling, between two scratch
+    buffers), clear the rows of absent tokens unless they are added to, sum by token in two steps."""
     tokens, C, dweight_mode = op.tokens, int(op.dy.shape[-1]), mode(op, "dweight")
     max_tokens, n = tokens.size, c.elements(tokens)
     steps = max_tokens.bit_length() + 1
@@ -192,10 +189,10 @@ def lower_embedding_dwte(op: Any, c: Lowering) -> None:
         rowwise(c, clear_absent_tokens, op.dweight, clear, writes="dweight", MODE=dweight_mode)
     sums = constants | {"STEPS": STEPS, "BC": BC}
     c.launch(
-        add_token_rows, operands | {"partials": partials, "dy": op.dy}, sums,
+        sum_rows_by_token, operands | {"partials": partials, "dy": op.dy}, sums,
         grid=lambda s: (ceil_div(n(s), STEPS), ceil_div(C, BC)), writes="dweight partials", warps=2,
     )  # fmt: skip
     c.launch(
-        join_token_rows, operands | {"partials": partials, "steps": steps}, sums | {"BR": 8},
+        join_split_tokens, operands | {"partials": partials, "steps": steps}, sums | {"BR": 8},
         grid=lambda s: (ceil_div(n(s), STEPS), ceil_div(C, BC)), writes="dweight",
     )  # fmt: skip

@@ -30,8 +30,11 @@ TOKENS = 64  # BM: of a program, or of a step of the gradient
 
 @device
 def block_gemm(out, partials, x, weight, table, scalars, rows, MODE, TRANSPOSED, C, K, SLOTS, OTHERS, ENTRIES, BS, BP, BM):
-    """BM rows of one segment's columns: of out (rows, K), or of their slot in partials (rows, SLOTS * BS). x (rows, C); TRANSPOSED:
-    by the transposes of the blocks, for dx. Grid: blocks of rows, segments."""
+    """out (rows, K) = x (rows, C) W, or x W^T where TRANSPOSED (dx): BM rows of one segment, a list of blocks of one block column
+    of W, into out or, of a list that is cut, into its slot of partials (rows, SLOTS * BS) fp32.
+
+    weight (blocks, BS, BS): the blocks that are there, a parameter; table (i32): the layout's, made on the host, (module). Grid:
+    blocks of rows, segments. BM and BP (BS padded) are powers of two, 16 at least."""
     segment, m0 = table + 4 * tl.program_id(1), tl.program_id(0) * BM  # the segment's four numbers
     m, b = tl.arange(0, BM), tl.arange(0, BP)
     row_in, b_in = (m < rows - m0)[:, None], b < BS
@@ -54,8 +57,7 @@ def block_gemm(out, partials, x, weight, table, scalars, rows, MODE, TRANSPOSED,
 
 @device
 def add_slots(out, partials, table, scalars, rows, MODE, K, SLOTS, CUTS, BS, BP, BM):
-    """BM rows of one cut's columns of out: the sum of its slots of partials (rows, SLOTS * BS), in order. Grid: blocks of rows,
-    cuts."""
+    """BM rows of one cut's columns of out: the sum of its slots of partials (rows, SLOTS * BS), in order. Grid: rows, cuts."""
     cut = table + CUTS + 3 * tl.program_id(1)
     row, b = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)[:, None], tl.arange(0, BP)[None, :]
     inside = (row < rows) & (b < BS)
@@ -67,8 +69,8 @@ def add_slots(out, partials, table, scalars, rows, MODE, K, SLOTS, CUTS, BS, BP,
 
 @device
 def block_gradient(partials, x, dy, places, rows, chunk, C, K, ENTRIES, BS, BP, BM):
-    """The gradient x^T dy of one block over `chunk` rows: partials (slices, ENTRIES, BS, BS). `places` (2, ENTRIES): the block row
-    and column of each block of W, so the columns of x and dy. Grid: blocks, split-K slices."""
+    """The gradient x^T dy of one block of W over `chunk` rows of x (rows, C) and dy (rows, K): partials (slices, ENTRIES, BS, BS)
+    fp32. `places` (2, ENTRIES) i32: the block row and column of each block of W, so columns of x, dy. Grid: (block, slice)."""
     number, slice = tl.program_id(0), tl.program_id(1)
     m, b = tl.arange(0, BM), tl.arange(0, BP)
     b_in = b < BS
@@ -92,9 +94,9 @@ def tile_constants(block: int) -> dict[str, int]:
     return {"BS": block, "BP": max(16, block), "BM": TOKENS}
 
 
-def append_gemm(op: Any, c: Lowering, x: Tensor, out: str, table: Tensor, lists: Lists, *, transposed: bool) -> None:
-    """Append op.outputs[out] = given W, or given W^T if `transposed`: by the `lists` of the layout, which are in `table`; then the
-    sums of long lists, if there are any."""
+def append_block_gemm(op: Any, c: Lowering, x: Tensor, out: str, table: Tensor, lists: Lists, *, transposed: bool) -> None:
+    """Plan op.outputs[out] = x W, or x W^T if `transposed`: one launch, by the layout's `lists` in `table`; then one that adds up
+    slots, if any."""
     block, rows = op.layout.block, c.rows(x)
     C, K = int(x.shape[-1]), int(op.outputs[out].shape[-1])
     segments, slots = len(lists.segments), lists.slots
@@ -113,17 +115,17 @@ def append_gemm(op: Any, c: Lowering, x: Tensor, out: str, table: Tensor, lists:
 
 @lowering("block_matmul", starts="y", also={"weight": PLANES, "columns": "i32", "rows": "i32", "places": "i32"})
 def lower_block_matmul(op: Any, c: Lowering) -> None:
-    append_gemm(op, c, op.x, "y", op.columns, op.layout.columns, transposed=False)
+    append_block_gemm(op, c, op.x, "y", op.columns, op.layout.columns, transposed=False)
 
 
 @lowering("block_matmul_dx", starts="dx", also={"weight": PLANES, "rows": "i32"})
 def lower_block_matmul_dx(op: Any, c: Lowering) -> None:
-    append_gemm(op, c, op.dy, "dx", op.rows, op.layout.rows, transposed=True)
+    append_block_gemm(op, c, op.dy, "dx", op.rows, op.layout.rows, transposed=True)
 
 
 @lowering("block_matmul_dw", starts="dweight", also={"places": "i32"})
 def lower_block_matmul_dw(op: Any, c: Lowering) -> None:
-    """Launch the gradients of all blocks, with split-K over the tokens: partial sums, then their sum in order."""
+    """Plan two launches: the gradients of all blocks with split-K over the tokens, into scratch, then their sums in order."""
     layout, rows = op.layout, c.rows(op.x)
     C, K = (n * layout.block for n in layout.shape)
     count, n = len(layout), op.dweight.size

@@ -21,13 +21,13 @@ ROW = 16  # bytes: rows and the beginnings of operands are multiples of them
 MODE_NAMES = {number: name for name, number in MODES.items()}
 
 
-def fits(
+def fits_cublaslt(
     c: Lowering, *, out: Any, a: Any, b: Any, N: int, K: int, bias: Any = None, residual: Any = None, pre: Any = None,
     epilogue: str = "", mode: int = MODES["store"], **_: Any,
 ) -> bool:  # fmt: skip
-    """Whether `append` takes this GEMM, with the arguments of `matmul.append_gemm`: an epilogue that cuBLASLt has, contiguous and
-    aligned rows, a and b of one dtype, the result in it or in fp32, `pre` and `residual` of the result's dtype."""
-    if c.target.matmul != "cublaslt" or (_activation(epilogue), bias is not None) not in EPILOGUES:
+    """Whether cuBLASLt takes this GEMM, with the arguments of `matmul.append_gemm`: the target asks for it, and cuBLASLt has the
+    epilogue; rows are contiguous and aligned to 16 bytes, a and b of one dtype, the result in it or fp32."""
+    if c.target.matmul != "cublaslt" or (epilogue.replace("residual", ""), bias is not None) not in EPILOGUES:
         return False
     if any(view_stride(v) for v in (out, a, b, residual, pre)):
         return False
@@ -42,21 +42,17 @@ def fits(
     return mode == MODES["store"] or (residual is None and pre is None)  # one matrix C is all that it can add
 
 
-def append(
+def append_cublaslt_gemm(
     c: Lowering, gemm_kind: str, *, out: Any, a: Any, b: Any, rows: Size, N: int, K: int, bias: Any = None,
     residual: Any = None, pre: Any = None, epilogue: str = "", mode: int = MODES["store"], **_: Any,
 ) -> None:  # fmt: skip
-    """Append what `matmul.append_gemm` means, as a call of the library. Its arguments are those; the GEMM `fits`."""
+    """Append what `matmul.append_gemm` means, as a call of the library. Its arguments are those; it `fits_cublaslt`."""
+    # A residual is no epilogue of cuBLASLt: it adds it as what was there before.
     (out_region, kind), (a_region, dtype), (b_region, _) = (operand_of(v) for v in (out, a, b))
     tf32 = dtype == "fp32" and c.target.tf32
-    spec = GemmSpec(gemm_kind, N, K, dtype, kind, _activation(epilogue), MODE_NAMES[mode], tf32)
+    spec = GemmSpec(gemm_kind, N, K, dtype, kind, epilogue.replace("residual", ""), MODE_NAMES[mode], tf32)
     extra = [None if v is None else operand_of(v)[0] for v in (_bias(c, bias, kind, N), pre, residual)]
     c.launches.append(LibraryGemm(spec, out_region, a_region, b_region, *extra, part(_workspace(c)), rows, c.op))
-
-
-def _activation(epilogue: str) -> str:
-    """The epilogue as cuBLASLt knows it: it adds a residual as what was there before."""
-    return "" if epilogue == "residual" else epilogue
 
 
 def _bias(c: Lowering, bias: Any, kind: str, N: int) -> Any:

@@ -16,8 +16,7 @@ from barellm.cuda.lang import device, tl
 
 @device
 def row_offsets(at, row, N: tl.int32, STRIDE):
-    """Offsets `at` (BM, BN) of elements of a contiguous matrix (M, N), whose rows are `row` (BM,), changed to those in a matrix
-    whose rows are STRIDE elements apart (None: contiguous)."""
+    """Offsets `at` (BM, BN) of elements of a contiguous matrix (M, N), whose rows are `row` (BM,), for rows STRIDE apart."""
     if STRIDE is not None:
         at += row.to(tl.int64)[:, None] * (STRIDE - N)
     return at
@@ -28,8 +27,11 @@ def epilogue_tile(
     out, pre, bias, other, scalars, acc, m0, n0, at, M: tl.int32, N: tl.int32,
     EPILOGUE, MODE, SUBTILES, OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE,
 ):  # fmt: skip
-    """Epilogue of the accumulators (BM, BN) of the tile at (m0, n0), whose first element is number `at`. It is done in SUBTILES (a
-    power of two) parts of the columns, one after the other, by halving: `pre` and `other` then need few registers at a time."""
+    """GEMM epilogue of a tile of accumulators acc (BM, BN) fp32, whose first element is (m0, n0), number `at` of (M, N), then its
+    masked store: with x = acc + bias, out = x; or pre = x, out = activation(x); or out = x + other; or out = x slope(other).
+
+    It is done in SUBTILES (a power of two) parts of the columns, by halving, one after the other: `pre` and `other` then need few
+    registers at a time. Dtypes of out, pre, other and bias are free."""
     if SUBTILES > 1:
         left, right = acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()
         half = acc.shape[1] // 2
@@ -42,35 +44,24 @@ def epilogue_tile(
             OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE,
         )  # fmt: skip
     else:
-        epilogue_subtile(
-            out, pre, bias, other, scalars, acc, m0, n0, at, M, N, EPILOGUE, MODE, OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE
-        )
-
-
-@device
-def epilogue_subtile(
-    out, pre, bias, other, scalars, acc, m0, n0, at, M: tl.int32, N: tl.int32, EPILOGUE, MODE, OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE
-):
-    """Epilogue and store of accumulators (BM, BN) fp32 whose first element is (m0, n0), number `at`, masked to (M, N)."""
-    m, n = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
-    n_in = n < N - n0
-    mask = (m < M - m0)[:, None] & n_in[None, :]
-    at += m[:, None] * N + n[None, :]
-    if bias is not None:
-        acc += tl.load(bias + n0 + n, mask=n_in, other=0.0).to(tl.float32)[None, :]
-    if pre is not None:
-        tl.store(pre + row_offsets(at, m0 + m, N, PRE_STRIDE), acc, mask=mask)
-        acc = value_of(acc, EPILOGUE)
-    elif other is not None:
-        operand = tl.load(other + row_offsets(at, m0 + m, N, OTHER_STRIDE), mask=mask, other=0.0).to(tl.float32)
-        if EPILOGUE == "residual":
-            acc += operand
-        else:
-            acc *= slope_of(operand, EPILOGUE)
-    store_or_add(out + row_offsets(at, m0 + m, N, OUT_STRIDE), mask, acc, scalars, MODE)
+        m, n = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
+        n_in = n < N - n0
+        mask = (m < M - m0)[:, None] & n_in[None, :]
+        at += m[:, None] * N + n[None, :]
+        if bias is not None:
+            acc += tl.load(bias + n0 + n, mask=n_in, other=0.0).to(tl.float32)[None, :]
+        if pre is not None:
+            tl.store(pre + row_offsets(at, m0 + m, N, PRE_STRIDE), acc, mask=mask)
+            acc = value_of(acc, EPILOGUE)
+        elif other is not None:
+            operand = tl.load(other + row_offsets(at, m0 + m, N, OTHER_STRIDE), mask=mask, other=0.0).to(tl.float32)
+            if EPILOGUE == "residual":
+                acc += operand
+            else:
+                acc *= slope_of(operand, EPILOGUE)
+        store_or_add(out + row_offsets(at, m0 + m, N, OUT_STRIDE), mask, acc, scalars, MODE)
 
 
 def epilogue_operands(pre: Any, residual: Any, epilogue: str) -> tuple[Any, Any]:
-    """(pre, other) of `epilogue_tile`: the matrix that the epilogue writes besides the result (an activation's input), and the one
-    that it reads (a derivative's input, or a residual)."""
+    """(pre, other) of `epilogue_tile`: what the epilogue writes besides the result (an activation's input) and reads."""
     return (None, pre) if epilogue in SLOPES else (pre, residual)

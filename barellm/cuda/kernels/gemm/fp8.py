@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, Size, lowering, mode
+from barellm.cuda.kernel import Count, Lowering, Size, lowering, mode
 from barellm.cuda.kernels.common import INV_TARGETS, elementwise, flat_indices, scalar_fp64, store_or_add
+from barellm.cuda.kernels.gemm.matmul import load_k_blocks
 from barellm.cuda.lang import device, tl
 from barellm.program.dtypes import EIGHTS, LARGEST, PLANES, itemsize
 from barellm.program.integers import ceil_div, round_up
@@ -47,16 +48,16 @@ def quantise(y, x, scale, scalars, units, PER_TARGET, UNIT, BLOCK):
 
 @device
 def transpose_codes(y, x, rows, COLUMNS, Y_STRIDE, DEPTH, TILE):
-    """y (COLUMNS, rows) = x^T of x (rows, COLUMNS), a TILE x TILE tile for each program. Rows of y are Y_STRIDE elements apart,
-    with zeros behind the last element up to a multiple of DEPTH, so that the GEMM needs no mask over K."""
-    ACROSS: tl.constexpr = (COLUMNS + TILE - 1) // TILE
-    r0, c0 = tl.program_id(0) // ACROSS * TILE, tl.program_id(0) % ACROSS * TILE
+    """y (COLUMNS, rows) = x^T of 8-bit codes x (rows, COLUMNS), a TILE x TILE tile for each program. Rows of y are Y_STRIDE
+    elements apart, with zeros behind the last element up to a multiple of DEPTH, so that the GEMM needs no mask over K."""
+    TILES_ACROSS: tl.constexpr = (COLUMNS + TILE - 1) // TILE
+    r0, c0 = tl.program_id(0) // TILES_ACROSS * TILE, tl.program_id(0) % TILES_ACROSS * TILE
     x += tl.cast(r0, tl.int64) * COLUMNS + c0
     y += tl.cast(c0, tl.int64) * Y_STRIDE + r0
     r, c = tl.arange(0, TILE), tl.arange(0, TILE)
     column_in = c < COLUMNS - c0
     value = tl.load(x + r[:, None] * COLUMNS + c[None, :], mask=(r < rows - r0)[:, None] & column_in[None, :], other=0.0)
-    written = r < tl.cdiv(rows, DEPTH) * DEPTH - r0
+    written = r < tl.cdiv(rows, DEPTH) * DEPTH - r0  # rows of x and the zeros behind them
     tl.store(y + c[:, None] * Y_STRIDE + r[None, :], tl.trans(value), mask=column_in[:, None] & written[None, :])
 
 
@@ -65,9 +66,10 @@ def fp8_gemm(
     out, a, b, scale, other_scale, scalars, M: tl.int32, depth,
     N, A_STRIDE, B_STRIDE, EVEN, FP8, PER_TARGET, MODE, BM, BN, BK, GROUP,
 ):  # fmt: skip
-    """One (BM, BN) tile of out (M, N) = a b^T * scale * other_scale, of a (M, depth) and b (N, depth). NAME_STRIDE: elements from a
-    row to the next. EVEN: rows are zeros from `depth` up to a multiple of BK, so no mask over K is needed. FP8: operands are e4m3
-    or e5m2, whose sums leave the tensor core after each BK (`max_num_imprecise_acc`)."""
+    """out (M, N) = a (M, depth) b (N, depth)^T * scale * other_scale: one (BM, BN) tile a program, in steps of BK. a, b: codes that
+    `quantise` wrote, maybe transposed (or bf16, fp32 of other ways to round), rows NAME_STRIDE apart; scales (1,) fp32; PER_TARGET:
+    `scale` is a gradient's. FP8: a and b are e4m3 or e5m2, whose sums leave the tensor core after each BK
+    (`max_num_imprecise_acc`). EVEN: rows are zeros from `depth` up to a multiple of BK, so no mask over K is needed."""
     N_TILES: tl.constexpr = (N + BN - 1) // BN
     pid = tl.program_id(0)
     first_m = pid // (GROUP * N_TILES) * GROUP
@@ -80,12 +82,7 @@ def fp8_gemm(
     b_ptrs = b + tl.cast(n0, tl.int64) * B_STRIDE + (n[None, :] * B_STRIDE + k[:, None])
     acc = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, depth, BK):
-        if EVEN:
-            a_block, b_block = (tl.load(a_ptrs, mask=m_in[:, None], other=0.0), tl.load(b_ptrs, mask=n_in[None, :], other=0.0))
-        else:
-            k_in = k < depth - k0
-            a_block = tl.load(a_ptrs, mask=m_in[:, None] & k_in[None, :], other=0.0)
-            b_block = tl.load(b_ptrs, mask=n_in[None, :] & k_in[:, None], other=0.0)
+        a_block, b_block = load_k_blocks(a_ptrs, b_ptrs, m_in, n_in, k, k0, depth, EVEN)
         acc = tl.dot(a_block, b_block, acc, input_precision="ieee", max_num_imprecise_acc=BK if FP8 else None)
         a_ptrs += BK
         b_ptrs += BK
@@ -101,28 +98,25 @@ def check_arch(c: Lowering, codes: Tensor) -> None:
         raise ValueError(f"{c.op.name} needs a GPU of compute capability 8.9 or later, found {found}")
 
 
-def append_transpose(c: Lowering, name: str, codes: Tensor, rows: Size | int) -> Tensor:
-    """Append the transpose of codes (..., columns), `rows` of them in a run, and give the result: scratch `name` (columns, most
-    rows rounded up to DEPTH), with zeros behind the run's rows up to a multiple of DEPTH."""
+def append_code_transpose(c: Lowering, name: str, codes: Tensor, rows: Size) -> Tensor:
+    """Plan the transpose of codes (..., columns), `rows` of them in a run. Returns scratch `name` (columns, most rows rounded up to
+    DEPTH), with zeros behind the run's rows up to a multiple of DEPTH."""
     columns = int(codes.shape[-1])
     stride = round_up(codes.size // columns, DEPTH)
     t = c.scratch(name, (columns, stride), codes.dtype)
-
-    def grid(s: Any) -> tuple[int, ...]:
-        run_rows = rows if isinstance(rows, int) else rows(s)
-        return (round_up(run_rows, DEPTH) // TRANSPOSE_TILE * ceil_div(columns, TRANSPOSE_TILE),)
-
+    across = ceil_div(columns, TRANSPOSE_TILE)
     constants = {"COLUMNS": columns, "Y_STRIDE": stride, "DEPTH": DEPTH, "TILE": TRANSPOSE_TILE}
+    grid = lambda s: (round_up(rows(s), DEPTH) // TRANSPOSE_TILE * across,)  # noqa: E731
     c.launch(transpose_codes, {"y": t, "x": codes, "rows": rows}, constants, grid=grid, writes="y", warps=4)
     return t
 
 
-def append_gemm(
+def append_fp8_gemm(
     c: Lowering, out: Tensor, a: Tensor, b: Tensor, scale: Tensor, other_scale: Tensor,
-    *, M: Size | int, depth: Size | int, mode: int, per_target: bool,
+    *, M: Size, depth: Size | int, mode: int, per_target: bool,
 ) -> None:  # fmt: skip
-    """Append out (M, N) = a b^T * scale * other_scale, of operands (..., depth). per_target: `scale`, that of a gradient, is
-    relative to inv_targets. `mode`: whether out is stored or added to."""
+    """Plan one launch: out (M, N) = a b^T * scale * other_scale, of operands (..., depth), codes and their scales. per_target:
+    `scale`, that of a gradient, is relative to inv_targets. `mode`: whether out is stored or added to."""
     check_arch(c, a)
     N, tile_k = int(out.shape[-1]), DEPTH // itemsize(a.dtype)
     strides = {"A_STRIDE": int(a.shape[-1]), "B_STRIDE": int(b.shape[-1])}
@@ -130,10 +124,7 @@ def append_gemm(
     operands = {"out": out, "a": a, "b": b, "scale": scale, "other_scale": other_scale, "M": M, "depth": depth}
     constants = {"N": N, **strides, "EVEN": even, "FP8": a.dtype in LARGEST, "PER_TARGET": per_target, "MODE": mode}
     constants |= {"BM": ROWS, "BN": COLUMNS, "BK": tile_k, "GROUP": GROUP}
-
-    def grid(s: Any) -> tuple[int, ...]:
-        return (ceil_div(M if isinstance(M, int) else M(s), ROWS) * ceil_div(N, COLUMNS),)
-
+    grid = lambda s: (ceil_div(M(s), ROWS) * ceil_div(N, COLUMNS),)  # noqa: E731
     c.launch(fp8_gemm, operands, constants, grid=grid, writes="out", warps=8, stages=4)
 
 
@@ -148,18 +139,20 @@ def lower_quantise(op: Any, c: Lowering) -> None:
 def lower_scaled_matmul(op: Any, c: Lowering) -> None:
     depth = int(op.weight.shape[0])
     options = {"M": c.rows(op.x), "depth": depth, "mode": mode(op, "y"), "per_target": False}
-    append_gemm(c, op.y, op.x, append_transpose(c, "weight", op.weight, depth), op.x_scale, op.weight_scale, **options)
+    append_fp8_gemm(
+        c, op.y, op.x, append_code_transpose(c, "weight", op.weight, Count((), depth)), op.x_scale, op.weight_scale, **options
+    )
 
 
 @lowering("scaled_matmul_dx", starts="dx", also={"dy": EIGHTS, "weight": EIGHTS})
 def lower_scaled_matmul_dx(op: Any, c: Lowering) -> None:
     options = {"M": c.rows(op.dy), "depth": int(op.weight.shape[1]), "mode": mode(op, "dx"), "per_target": True}
-    append_gemm(c, op.dx, op.dy, op.weight, op.dy_scale, op.weight_scale, **options)
+    append_fp8_gemm(c, op.dx, op.dy, op.weight, op.dy_scale, op.weight_scale, **options)
 
 
 @lowering("scaled_matmul_dw", starts="dweight", also={"x": EIGHTS, "dy": EIGHTS})
 def lower_scaled_matmul_dw(op: Any, c: Lowering) -> None:
     rows = c.rows(op.x)
-    a, b = append_transpose(c, "x", op.x, rows), append_transpose(c, "dy", op.dy, rows)
-    options = {"M": int(op.dweight.shape[0]), "depth": rows, "mode": mode(op, "dweight"), "per_target": True}
-    append_gemm(c, op.dweight, a, b, op.dy_scale, op.x_scale, **options)
+    a, b = append_code_transpose(c, "x", op.x, rows), append_code_transpose(c, "dy", op.dy, rows)
+    options = {"M": Count((), int(op.dweight.shape[0])), "depth": rows, "mode": mode(op, "dweight"), "per_target": True}
+    append_fp8_gemm(c, op.dweight, a, b, op.dy_scale, op.x_scale, **options)

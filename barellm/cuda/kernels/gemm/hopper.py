@@ -1,16 +1,9 @@
-"""GEMM on Hopper: wgmma with operands of bf16 or fp16 and fp32 accumulators, every byte moved by the tensor memory accelerator
-(TMA).
+"""GEMM on Hopper: wgmma with operands of bf16 or fp16 and fp32 accumulators, every byte moved by TMA.
 
-Shapes: out (M, N) = a b over depth K, row-major, by gemm_kind (BLAS's transposes of a and b):
-
-    nt  a (M, K)  b stored (N, K)    forward (fprop): M tokens
-    nn  a (M, K)  b stored (K, N)    input gradient (dgrad)
-    tn  a stored (K, M)  b stored (K, N)    weight gradient (wgrad): K tokens, split-K, slices added in order afterwards
-
-A persistent thread block of 384 threads does tiles of 128 x TILE_N one after the other, warp-specialized: the protocol of its warps
-is in hopper_warp_specialized.py. Operands lie in shared memory as in global memory, with 128-byte swizzle; what is stored along the
-other dimension is read transposed by wgmma. Edges need no masks: TMA loads beyond a matrix give zeros, stores beyond it are
-dropped. What it should reach, by arithmetic: docs/cuda_gemm.md."""
+Shapes: out (M, N) = a b over depth K, row-major, by gemm_kind as in matmul.py. A persistent thread block of 384 threads does tiles
+of 128 x TILE_N one after the other, warp-specialized: the protocol of its warps is in hopper_warp_specialized.py. Operands lie in
+shared memory as in global memory, with 128-byte swizzle; what is stored along the other dimension is read transposed by wgmma.
+Edges need no masks: TMA loads beyond a matrix give zeros, stores beyond it are dropped. Its roofline: docs/cuda_gemm.md."""
 
 from __future__ import annotations
 
@@ -20,8 +13,16 @@ from typing import Any
 from barellm.cuda import gemm_config, tuning
 from barellm.cuda.kernel import MODES, Lowering, Size, TensorMap
 from barellm.cuda.kernels.gemm.epilogue import epilogue_operands
-from barellm.cuda.kernels.gemm.hopper_warp_specialized import ONES_N, TILE_K, TILE_M, WG_M, consumer, load_c, producer
+from barellm.cuda.kernels.gemm.hopper_warp_specialized import (
+    ONES_N,
+    TILE_K,
+    TILE_M,
+    gemm_consumer_warpgroup,
+    gemm_producer_warp,
+    load_epilogue_c,
+)
 from barellm.cuda.kernels.gemm.split_k import SplitK, reduce_splits
+from barellm.cuda.kernels.hopper_pipeline import WG_M, mbarriers, smem_boxes
 from barellm.cuda.lang import gl, gluon, hopper
 from barellm.program.integers import ceil_div
 from barellm.program.tensor import Tensor
@@ -33,58 +34,56 @@ def hopper_gemm(
     out_map, pre_map, a_map, b_map, c_map, bias, sums, scalars, M: gl.int32, N: gl.int32, K: gl.int32, k_per_split, group,
     A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, TILE_N, STAGES, EPI_STAGES,
 ):  # fmt: skip
-    """Allocate shared memory and mbarriers, and start the warps: out (M, N) = a (M, K) b (K, N). With split-K, slice p of K,
-    `k_per_split` long, is written to rows p M onwards of out. NAME_map: tensor maps; `pre_map`: the pre-activation that the
-    epilogue writes, `c_map`: the matrix C that it reads, or None; `bias` (N) or None; `sums`, if given: (slices, M), the row sums
-    of a over each slice. `group`: rows of tiles of the rasterization. STAGES, EPI_STAGES: stages of the operand and the epilogue
-    rings."""
-    a_ring = gl.allocate_shared_memory(a_map.dtype, [2 * STAGES, a_map.block_shape[0], a_map.block_shape[1]], a_map.layout)
-    b_ring = gl.allocate_shared_memory(b_map.dtype, [STAGES, b_map.block_shape[0], b_map.block_shape[1]], b_map.layout)
-    c_buffers = gl.allocate_shared_memory(
-        out_map.dtype, [2 * EPI_STAGES, out_map.block_shape[0], out_map.block_shape[1]], out_map.layout
-    )
-    BARRIER: gl.constexpr = hopper.mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    c_full = gl.allocate_shared_memory(gl.int64, [2 * EPI_STAGES, 1], BARRIER)
-    c_empty = gl.allocate_shared_memory(gl.int64, [2 * EPI_STAGES, 1], BARRIER)
+    """out (M, N) = epilogue(a (M, K) b (K, N)), bf16 or fp16 operands, by persistent thread blocks of 384 threads: allocates shared
+    memory and mbarriers, and starts the warps (hopper_warp_specialized.py). Grid: one block per multiprocessor, or per tile.
+
+    NAME_map: tensor maps of row-major matrices; `pre_map`: the pre-activation that the epilogue writes, `c_map`: the matrix C that
+    it reads, or None; `bias` (N) or None; `sums`, if given: (slices, M) fp32, the row sums of a over each slice. With split-K,
+    slice p of K, `k_per_split` long, is written to rows p M onwards of out. `group`: rows of tiles of the rasterization. TILE_N, a
+    power of two from 64 to 256, and STAGES and EPI_STAGES, stages of the operand and epilogue rings, must fit in shared memory."""
+    a_ring, b_ring, c_buffers = smem_boxes(a_map, 2 * STAGES), smem_boxes(b_map, STAGES), smem_boxes(out_map, 2 * EPI_STAGES)
+    full, empty = mbarriers(STAGES), mbarriers(STAGES)
+    c_full, c_empty = mbarriers(2 * EPI_STAGES), mbarriers(2 * EPI_STAGES)
     for s in gl.static_range(STAGES):
         hopper.mbarrier.init(full.index(s), count=1)
         hopper.mbarrier.init(empty.index(s), count=2)  # one arrival of each consumer
     for s in gl.static_range(2 * EPI_STAGES):
         hopper.mbarrier.init(c_full.index(s), count=1)
         hopper.mbarrier.init(c_empty.index(s), count=1)
-    stagger = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+    stagger = mbarriers(1)
     hopper.mbarrier.init(stagger.index(0), count=1)
-    row_sums = (sums, None)
+    row_sums = (sums, None)  # no buffer of ones
     if sums is not None:  # a times a matrix of ones: the narrowest wgmma
-        ROWS_OF_128: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-        ones = gl.allocate_shared_memory(a_map.dtype, [1, ONES_N, TILE_K], ROWS_OF_128)
-        ones.index(0).store(gl.full([ONES_N, TILE_K], 1.0, a_map.dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
+        SWIZZLE_128: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)  # of 128 bytes; elements of 16 bits, two axes
+        ones = gl.allocate_shared_memory(a_map.dtype, [1, ONES_N, TILE_K], SWIZZLE_128)
+        ONES_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])  # 4 elements a thread, 2 x 64 a warp
+        ones.index(0).store(gl.full([ONES_N, TILE_K], 1.0, a_map.dtype, ONES_LAYOUT))
         row_sums = (sums, ones)
     hopper.fence_async_shared()
 
     sizes = (M, N, K, k_per_split, group)
     pipeline = (a_ring, b_ring, full, empty)
     c_pipeline = (c_buffers, c_full, c_empty)
-    # Constants stand where they are passed: a constexpr that is put into a variable or a tuple becomes a run-time value.
+    outputs = (out_map, pre_map, bias, scalars)
+    # Warps and registers of a thread, of all partitions but the first. Constants stand where they are passed: a constexpr that is
+    # put into a variable or a tuple becomes a run-time value.
     if c_map is None:
         gl.warp_specialize([
-            (consumer, (out_map, pre_map, bias, scalars, pipeline, c_pipeline, stagger, row_sums, sizes,
-                        0, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, TILE_N)),
-            (consumer, (out_map, pre_map, bias, scalars, pipeline, c_pipeline, stagger, row_sums, sizes,
-                        1, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, TILE_N)),
-            (producer, (a_map, b_map, pipeline, sizes, A_TRANSPOSED, B_TRANSPOSED, TILE_N)),
+            (gemm_consumer_warpgroup, (outputs, pipeline, c_pipeline, stagger, row_sums, sizes, 0,
+                                       A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, TILE_N)),
+            (gemm_consumer_warpgroup, (outputs, pipeline, c_pipeline, stagger, row_sums, sizes, 1,
+                                       A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, TILE_N)),
+            (gemm_producer_warp, (a_map, b_map, pipeline, sizes, A_TRANSPOSED, B_TRANSPOSED, TILE_N)),
         ], [4, 1], [232, 40])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (out_map, pre_map, bias, scalars, pipeline, c_pipeline, stagger, row_sums, sizes,
-                        0, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, TILE_N)),
-            (consumer, (out_map, pre_map, bias, scalars, pipeline, c_pipeline, stagger, row_sums, sizes,
-                        1, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, TILE_N)),
-            (producer, (a_map, b_map, pipeline, sizes, A_TRANSPOSED, B_TRANSPOSED, TILE_N)),
-            (load_c, (c_map, scalars, c_pipeline, sizes, 0, EPILOGUE, TILE_N)),
-            (load_c, (c_map, scalars, c_pipeline, sizes, 1, EPILOGUE, TILE_N)),
+            (gemm_consumer_warpgroup, (outputs, pipeline, c_pipeline, stagger, row_sums, sizes, 0,
+                                       A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, TILE_N)),
+            (gemm_consumer_warpgroup, (outputs, pipeline, c_pipeline, stagger, row_sums, sizes, 1,
+                                       A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, TILE_N)),
+            (gemm_producer_warp, (a_map, b_map, pipeline, sizes, A_TRANSPOSED, B_TRANSPOSED, TILE_N)),
+            (load_epilogue_c, (c_map, scalars, c_pipeline, sizes, 0, EPILOGUE, TILE_N)),
+            (load_epilogue_c, (c_map, scalars, c_pipeline, sizes, 1, EPILOGUE, TILE_N)),
         ], [4, 1, 1, 1], [232, 40, 40, 40])  # fmt: skip
 
 
@@ -97,11 +96,11 @@ def operand_of(value: Any) -> tuple[Region, str]:
     return value if isinstance(value, tuple) else (part(value), value.dtype)
 
 
-def fits(
+def fits_hopper_gemm(
     c: Lowering, gemm_kind: str, *, out: Any, a: Any, b: Any, most: int, N: int, K: int,
     residual: Any = None, pre: Any = None, mode: int = MODES["store"], **_: Any,
 ) -> bool:  # fmt: skip
-    """Whether `launch_gemm` takes this GEMM, with the arguments of `matmul.append_gemm`: operands of bf16 or of fp16, rows of a
+    """Whether hopper_gemm takes this GEMM, with the arguments of `matmul.append_gemm`: operands of bf16 or of fp16, rows of a
     multiple of 16 bytes, at most one matrix that the epilogue reads, and at least half a wave of small tiles."""
     matrices = [v for v in (out, a, b, residual, pre) if v is not None]
     regions, (out_dtype, a_dtype, b_dtype, *c_dtypes) = zip(*map(operand_of, matrices), strict=True)
@@ -125,13 +124,14 @@ def fits(
     return 2 * tiles >= gemm_config.WAVE
 
 
-def launch_gemm(
+def launch_hopper_gemm(
     c: Lowering, gemm_kind: str, *, out: Any, a: Any, b: Any, rows: Size, most: int, N: int, K: int,
     bias: Any = None, residual: Any = None, pre: Any = None, epilogue: str = "", mode: int = MODES["store"],
     dbias: Tensor | None = None, dbias_mode: int = MODES["store"],
 ) -> None:  # fmt: skip
-    """Launch one GEMM that `fits`; its arguments are those of `matmul.append_gemm`. `dbias` (N), of "tn": the row sums of a, from
-    the tiles that are multiplied, written as `dbias_mode` says. The result is (height, width) over `depth`, at most."""
+    """Plan one GEMM that `fits_hopper_gemm`, with the arguments of `matmul.append_gemm`: one launch; with split-K ("tn" only) into
+    scratch (slices, height, width), which a second launch adds up. `dbias` (N), of "tn": the row sums of a, from the tiles that are
+    multiplied, written as `dbias_mode` says. The result is (height, width) over `depth`, at most."""
     height, width, depth = _sizes(gemm_kind, most, N, K)
     default_n = gemm_config.select_tile_n(gemm_kind, height, width, depth)
     tiles = ceil_div(height, TILE_M.value) * ceil_div(width, default_n)  # of the default: bits do not depend on tuning

@@ -1,21 +1,18 @@
-"""Warp-specialized mainloop and epilogue of Hopper's GEMM (hopper.py): producer warps issue TMA loads, consumer warpgroups run
-wgmma.
+"""Warp-specialized mainloop and epilogue of Hopper's GEMM (hopper.py): producer warps load by TMA, consumer warpgroups run wgmma.
 
 Shapes: out (M, N) = a b over depth K, in tiles of (TILE_M, TILE_N), TILE_K of the depth per step. A thread block is persistent: it
 does every (number of blocks)-th tile, and all warps count the same steps i and the same tiles.
 
     warps                   registers  what they do
-    2 consumer warpgroups   232        `consumer`: WG_M = 64 rows of the tile each: wgmma into fp32 accumulators in registers, then
-                                       the epilogue, through shared memory and TMA stores
-    1 producer warp         40         `producer`: TMA loads of a and b into every free stage, also of the next tile
-    2 load_c warps          40         `load_c`, one for each consumer, only where the epilogue reads a matrix C (residual,
-                                       pre-activation, or the gradient that is added to)
+    2 consumer warpgroups   232        WG_M = 64 rows of the tile each: wgmma into fp32 accumulators in registers, then the
+                                       epilogue, through shared memory and TMA stores
+    1 producer warp         40         TMA loads of a and b into every free stage, also of the next tile
+    2 load_c warps          40         one for each consumer, only where the epilogue reads a matrix C (residual, pre-activation,
+                                       or the gradient that is added to)
 
 In shared memory, STAGES and EPI_STAGES deep, with mbarriers that say what a stage holds:
 
     a_ring (2 STAGES, 64, TILE_K), b_ring (STAGES, TILE_N, TILE_K)
-        full[s]    TMA has written a step's operands: 1 arrival (the producer's expect) and their bytes; consumers wait for it
-        empty[s]   both consumers' wgmma have read them: 2 arrivals; the producer waits for it
     c_buffers (2 EPI_STAGES, 64, 128 bytes): subtiles on their way out by TMA store, and in where load_c is
         c_full[l]  TMA has written a subtile of C: its consumer waits for it
         c_empty[l] the store that read the buffer is done: load_c waits for it
@@ -25,18 +22,16 @@ Tuples of shared memory that the functions pass on: pipeline = (a_ring, b_ring, 
 c_empty); sizes = (M, N, K, k_per_split, group). A work item w is a tile of one split-K slice; i counts the steps (TILE_K of K) of a
 block since its start: step i is in stage i % STAGES. WG: the consumer, 0 or 1, and so its 64 rows of a tile.
 
-A barrier's phase is the parity of how often its ring has gone round: i // STAGES & 1 in waits for a full stage, its opposite in
-waits for an empty one; waiting for the phase before the first passes at once. Within a consumer, Triton's barriers order its four
-warps' writes to a c_buffer before fence.proxy.async and the TMA store."""
+Within a consumer, Triton's barriers order its four warps' writes to a c_buffer before fence.proxy.async and the TMA store."""
 
 from __future__ import annotations
 
 from barellm.cuda import gemm_config
 from barellm.cuda.kernels.common import ACCUMULATE
+from barellm.cuda.kernels.hopper_pipeline import WG_M, consumer_wait, producer_acquire, wgmma_layout
 from barellm.cuda.kernels.pointwise.activations import slope_of, value_of
 from barellm.cuda.lang import constant, gl, gluon, hopper
 
-WG_M = constant(64)  # rows of a consumer warpgroup
 TILE_M = constant(gemm_config.TILE_M)
 TILE_K = constant(gemm_config.TILE_K)  # 128 bytes of bf16: the widest swizzle
 ONES_N = constant(8)  # columns of the narrowest wgmma
@@ -44,7 +39,7 @@ LEAD = constant(2)  # steps that the first consumer is ahead of the second, if t
 
 
 @gluon
-def tile_counts(sizes, TILE_N):
+def count_work_items(sizes, TILE_N):
     """The number of tiles, and of work items: tiles times split-K slices."""
     M, N, K, k_per_split, _ = sizes
     tiles = gl.cdiv(M, TILE_M) * gl.cdiv(N, TILE_N)
@@ -52,34 +47,41 @@ def tile_counts(sizes, TILE_N):
 
 
 @gluon
-def tile_at(w, tiles, sizes, TILE_N):
-    """The tile scheduler: first row, first column, start and end in K of work item w. All tiles of a split-K slice come before the
-    next slice; within it tiles are rasterized in groups of `group` rows, column by column."""
+def gemm_tile_at(w, tiles, sizes, TILE_N):
+    """The tile scheduler: (first row, first column, begin and end in K) of work item w, one of `tiles` tiles of one split-K slice.
+
+    All tiles of a slice come before the next slice. Within it they are rasterized in groups of `group` rows of tiles, column by
+    column, so that the thread blocks at work share rows of a and columns of b in L2; the last group may have fewer rows."""
     M, N, K, k_per_split, group = sizes
     m_tiles, n_tiles = gl.cdiv(M, TILE_M), gl.cdiv(N, TILE_N)
     t = w % tiles
-    width = group * n_tiles
-    first = t // width * group
-    height = min(m_tiles - first, group)
-    within = t % width
-    start = w // tiles * k_per_split
-    return (first + within % height) * TILE_M, within // height * TILE_N, start, min(start + k_per_split, K)
+    tiles_of_group = group * n_tiles
+    group_row = t // tiles_of_group * group
+    group_height = min(m_tiles - group_row, group)
+    in_group = t % tiles_of_group
+    k_begin = w // tiles * k_per_split
+    m_tile, n_tile = group_row + in_group % group_height, in_group // group_height
+    return m_tile * TILE_M, n_tile * TILE_N, k_begin, min(k_begin + k_per_split, K)
 
 
 @gluon
-def producer(a_map, b_map, pipeline, sizes, A_TRANSPOSED, B_TRANSPOSED, TILE_N):
-    """The producer warp: TMA loads of a (two boxes of WG_M rows) and b into every free stage, ahead into the next tile."""
+def gemm_producer_warp(a_map, b_map, pipeline, sizes, A_TRANSPOSED, B_TRANSPOSED, TILE_N):
+    """The producer warp of the GEMM: for each step of TILE_K of each tile, waits for a free stage and starts TMA loads of a (a box
+    of WG_M = 64 rows for each consumer) and b. It is up to STAGES steps ahead of the consumers, so also in the next tile.
+
+    a_map, b_map: tensor maps of the operands as they are stored, (M, K) or A_TRANSPOSED (K, M), (K, N) or B_TRANSPOSED (N, K),
+    zeros beyond them. pipeline, sizes: the module's tuples. full[s] is expected to get NBYTES, all that a step loads."""
     a_ring, b_ring, full, empty = pipeline
     STAGES: gl.constexpr = full.shape[0]
     NBYTES: gl.constexpr = 2 * a_map.block_type.nbytes + b_map.block_type.nbytes
-    tiles, items = tile_counts(sizes, TILE_N)
+    tiles, items = count_work_items(sizes, TILE_N)
     i = 0
     for w in range(gl.program_id(0), items, gl.num_programs(0)):
-        m, n, start, stop = tile_at(w, tiles, sizes, TILE_N)
+        m, n, start, stop = gemm_tile_at(w, tiles, sizes, TILE_N)
         for k in range(start, stop, TILE_K):
             s = i % STAGES
             ready = full.index(s)
-            hopper.mbarrier.wait(empty.index(s), (i // STAGES & 1) ^ 1)
+            producer_acquire(empty, i)
             hopper.mbarrier.expect(ready, NBYTES)
             for half in gl.static_range(2):
                 at = [k, m + half * WG_M] if A_TRANSPOSED else [m + half * WG_M, k]
@@ -90,18 +92,19 @@ def producer(a_map, b_map, pipeline, sizes, A_TRANSPOSED, B_TRANSPOSED, TILE_N):
 
 
 @gluon
-def load_c(c_map, scalars, c_pipeline, sizes, WG, EPILOGUE, TILE_N):
-    """A load_c warp: TMA loads of the subtiles of C (WG_M rows, 128 bytes) that the epilogue of consumer WG reads, into its free
-    buffers. EPILOGUE "start": only where the run's `accumulate` adds to what is there."""
+def load_epilogue_c(c_map, scalars, c_pipeline, sizes, WG, EPILOGUE, TILE_N):
+    """The warp that loads C, the matrix (M, N) that the epilogue of consumer WG (0 or 1) reads: a residual, a pre-activation, or
+    the gradient that is added to. For each subtile of its tiles (WG_M rows, 128 bytes wide) it waits until the buffer's store is
+    done and starts a TMA load into it. EPILOGUE "start": only where the run's scalar `accumulate` adds to what is there."""
     c_buffers, c_full, c_empty = c_pipeline
     EPI_STAGES: gl.constexpr = c_buffers.shape[0] // 2
     WIDTH: gl.constexpr = c_buffers.shape[2]
-    tiles, items = tile_counts(sizes, TILE_N)
+    tiles, items = count_work_items(sizes, TILE_N)
     if EPILOGUE == "start":
         items = items if gl.load(scalars + ACCUMULATE) != 0 else 0
     i = 0
     for w in range(gl.program_id(0), items, gl.num_programs(0)):
-        m, n, _, _ = tile_at(w, tiles, sizes, TILE_N)
+        m, n, _, _ = gemm_tile_at(w, tiles, sizes, TILE_N)
         for c in range(0, TILE_N if m + WG * WG_M < sizes[0] else 0, WIDTH):
             s = WG * EPI_STAGES + i % EPI_STAGES
             ready = c_full.index(s)
@@ -112,57 +115,50 @@ def load_c(c_map, scalars, c_pipeline, sizes, WG, EPILOGUE, TILE_N):
 
 
 @gluon
-def consumer(
-    out_map, pre_map, bias, scalars, pipeline, c_pipeline, stagger, row_sums, sizes,
-    WG, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, TILE_N,
-):  # fmt: skip
-    """Mainloop and epilogue of WG_M rows of each tile. The tensor cores serve both consumers in turn, or the one that is not in its
-    epilogue. In step they would be in it at once, so the second starts when the first has issued the wgmma of two steps: nothing
-    evens out such a lead, and a longer one would leave too few stages for loads in flight. On an H200 two steps save 1 % of a step
-    of gpt2-124m at 64 x 1024 beside one, since more of an epilogue with GELU overlaps the other consumer's wgmma.
+def gemm_consumer_warpgroup(
+    outputs, pipeline, c_pipeline, stagger, row_sums, sizes, WG, A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, TILE_N
+):
+    """Consumer warpgroup WG (0 or 1) of the GEMM: out = a b of its WG_M = 64 rows of each tile: the mainloop, with accumulators
+    (WG_M, TILE_N) fp32 in registers, then the epilogue; outputs = (out_map, pre_map, bias, scalars), of `epilogue_and_store`.
 
-    `row_sums`: (sums (slices, M) or None, a buffer of ones): row sums of a are a times ones; tiles of the first columns do that."""
+    The tensor cores serve both consumers in turn, or the one that is not in its epilogue. In step they would be in it at once, so
+    the second starts when the first has issued the wgmma of two steps (`stagger`): nothing evens out such a lead, and a longer one
+    would leave too few stages for loads in flight. On an H200 two steps save 1 % of a step of gpt2-124m at 64 x 1024 beside one.
+
+    `row_sums`: (sums (slices, M) fp32 or None, a buffer of ones): where sums are wanted, for a bias's gradient, the tiles of the
+    first columns write the row sums of a. The other tuples: of the module."""
+    out_map, pre_map, bias, scalars = outputs
     empty = pipeline[3]
     M, N, _, k_per_split, _ = sizes
     STAGES: gl.constexpr = empty.shape[0]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ONES_N, 16])
+    ACC_LAYOUT: gl.constexpr = wgmma_layout(TILE_N)
     sums, ones = row_sums
-    adding = True
+    adding = True  # whether the epilogue reads C
     if EPILOGUE == "start":
         adding = gl.load(scalars + ACCUMULATE) != 0
-    tiles, items = tile_counts(sizes, TILE_N)
+    tiles, items = count_work_items(sizes, TILE_N)
     if WG == 1:
         hopper.mbarrier.wait(stagger.index(0), 0)
     i = 0
     stored = 0
     for w in range(gl.program_id(0), items, gl.num_programs(0)):
-        m, n, start, stop = tile_at(w, tiles, sizes, TILE_N)
-        acc = gl.zeros((WG_M, TILE_N), gl.float32, LAYOUT)
-        row = start // k_per_split * M + m + WG * WG_M
+        m, n, start, stop = gemm_tile_at(w, tiles, sizes, TILE_N)
+        acc = gl.zeros((WG_M, TILE_N), gl.float32, ACC_LAYOUT)
+        row = start // k_per_split * M + m + WG * WG_M  # of out: split-K slices lie below one another
         if sums is not None:
             if n == 0:
-                column = gl.zeros((WG_M, ONES_N), gl.float32, SUMS)
-                for k in range(start, stop, TILE_K):
-                    hopper.mbarrier.wait(pipeline[2].index(i % STAGES), i // STAGES & 1)
-                    a, b = smem_operands(pipeline, i, WG, A_TRANSPOSED, B_TRANSPOSED)
-                    column = hopper.warpgroup_mma(a, ones.index(0).permute((1, 0)), column, is_async=True)
-                    acc = hopper.warpgroup_mma(a, b, acc, is_async=True)
-                    acc, column = hopper.warpgroup_mma_wait(1, deps=(acc, column))
-                    consumer_release(empty, stagger, i, k > start, WG)
-                    i += 1
-                acc, column = hopper.warpgroup_mma_wait(0, deps=(acc, column))
-                at = m + WG * WG_M + gl.arange(0, WG_M, layout=gl.SliceLayout(1, SUMS))
+                acc, column, i = wgmma_mainloop(acc, ones, pipeline, stagger, start, stop, i, WG, A_TRANSPOSED, B_TRANSPOSED)
+                at = m + WG * WG_M + gl.arange(0, WG_M, layout=gl.SliceLayout(1, wgmma_layout(ONES_N)))
                 # All columns are equal, and max, unlike a sum, leaves them so.
                 gl.store(sums + start // k_per_split * M + at, gl.max(column, 1), mask=at < M)
             else:
-                acc, i = mainloop(acc, pipeline, stagger, start, stop, i, WG, A_TRANSPOSED, B_TRANSPOSED)
+                acc, _, i = wgmma_mainloop(acc, None, pipeline, stagger, start, stop, i, WG, A_TRANSPOSED, B_TRANSPOSED)
         else:
-            acc, i = mainloop(acc, pipeline, stagger, start, stop, i, WG, A_TRANSPOSED, B_TRANSPOSED)
+            acc, _, i = wgmma_mainloop(acc, None, pipeline, stagger, start, stop, i, WG, A_TRANSPOSED, B_TRANSPOSED)
         hopper.mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES))  # the last step's stage: its wgmma is done
 
         if m + WG * WG_M < M:  # no rows, no store; with split-K the next slice's rows lie there
-            stored = epilogue(acc, out_map, pre_map, bias, adding, c_pipeline, row, n, N, stored, WG, EPILOGUE)
+            stored = epilogue_and_store(acc, out_map, pre_map, bias, adding, c_pipeline, row, n, N, stored, WG, EPILOGUE)
     if WG == 0:
         hopper.mbarrier.arrive(stagger.index(0), pred=i <= lead(STAGES))  # no step has released consumer 1: do it now
     hopper.tma.store_wait(0)
@@ -187,7 +183,7 @@ def smem_operands(pipeline, i, WG, A_TRANSPOSED, B_TRANSPOSED):
 
 
 @gluon
-def consumer_release(empty, stagger, i, another, WG):
+def release_previous_stage(empty, stagger, i, another, WG):
     """When wgmma i is issued, i - 1 is done: arrive at its stage's empty barrier, if it is of the same tile (`another`)."""
     STAGES: gl.constexpr = empty.shape[0]
     hopper.mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), pred=another)
@@ -196,31 +192,47 @@ def consumer_release(empty, stagger, i, another, WG):
 
 
 @gluon
-def mainloop(acc, pipeline, stagger, start, stop, i, WG, A_TRANSPOSED, B_TRANSPOSED):
-    """Accumulate acc (WG_M, TILE_N) over [start, stop) of K, beginning with step i; gives it and the next step. One wgmma stays in
-    flight, so the tensor cores never wait for this loop."""
+def wgmma_mainloop(acc, ones, pipeline, stagger, start, stop, i, WG, A_TRANSPOSED, B_TRANSPOSED):
+    """Accumulate acc (WG_M, TILE_N) fp32 += a b over [start, stop) of K, beginning with step i; returns it, the row sums of a, and
+    the next step. One wgmma stays in flight, so the tensor cores never wait for this loop. The row sums (WG_M, ONES_N), in equal
+    columns, are a times `ones` (ONES_N, TILE_K), the narrowest wgmma, from the same shared memory; 0 where `ones` is None."""
+    column = 0
+    if ones is not None:
+        column = gl.zeros((WG_M, ONES_N), gl.float32, wgmma_layout(ONES_N))
     for k in range(start, stop, TILE_K):
-        hopper.mbarrier.wait(pipeline[2].index(i % pipeline[2].shape[0]), i // pipeline[2].shape[0] & 1)
+        consumer_wait(pipeline[2], i)
         a, b = smem_operands(pipeline, i, WG, A_TRANSPOSED, B_TRANSPOSED)
+        if ones is not None:
+            column = hopper.warpgroup_mma(a, ones.index(0).permute((1, 0)), column, is_async=True)
         acc = hopper.warpgroup_mma(a, b, acc, is_async=True)
-        acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
-        consumer_release(pipeline[3], stagger, i, k > start, WG)
+        if ones is None:
+            acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
+        else:
+            acc, column = hopper.warpgroup_mma_wait(1, deps=(acc, column))
+        release_previous_stage(pipeline[3], stagger, i, k > start, WG)
         i += 1
-    return hopper.warpgroup_mma_wait(0, deps=(acc,)), i
+    if ones is None:
+        acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
+    else:
+        acc, column = hopper.warpgroup_mma_wait(0, deps=(acc, column))
+    return acc, column, i
 
 
 @gluon
-def epilogue(acc, out_map, pre_map, bias, adding, c_pipeline, row, column, N: gl.int32, stored, WG, EPILOGUE):
-    """Epilogue and TMA store of accumulators (WG_M, TILE_N) at (row, column) of out, in subtiles as wide as a buffer (128 bytes).
-    EPILOGUE: as in epilogue.py, or "add" (to out) and "start" (add if `adding`), which read C as "residual" does. `stored`:
-    subtiles that this consumer has stored so far; gives the new count."""
+def epilogue_and_store(acc, out_map, pre_map, bias, adding, c_pipeline, row, column, N: gl.int32, stored, WG, EPILOGUE):
+    """Epilogue of a consumer: out = f(acc + bias, C) at (row, column), for accumulators acc (WG_M, TILE_N) fp32, in subtiles as
+    wide as a buffer (128 bytes), each through shared memory and a TMA store; with pre_map also the pre-activation acc + bias.
+
+    EPILOGUE: as in epilogue.py, or "add" (to out) and "start" (add if `adding`), which read C as "residual" does; C's subtiles
+    come from `load_epilogue_c`. bias (N) fp32 or 16-bit, or None. `stored`: subtiles that this consumer has stored so far, which
+    says which of its EPI_STAGES buffers is next; gives the new count."""
     c_buffers, c_full, c_empty = c_pipeline
     EPI_STAGES: gl.constexpr = c_buffers.shape[0] // 2
     WIDTH: gl.constexpr = c_buffers.shape[2]
     COUNT: gl.constexpr = acc.shape[1] // WIDTH
     LOADS_C: gl.constexpr = EPILOGUE != "" and pre_map is None
     ADDS_C: gl.constexpr = EPILOGUE == "residual" or EPILOGUE == "add" or EPILOGUE == "start"
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    LAYOUT: gl.constexpr = wgmma_layout(WIDTH)
     blocks = split_columns(acc, COUNT)
     for c in gl.static_range(COUNT):
         value = blocks[c]
@@ -255,13 +267,13 @@ def epilogue(acc, out_map, pre_map, bias, adding, c_pipeline, row, column, N: gl
 
 @gluon
 def split_columns(x, COUNT):
-    """x (rows, cols) as a tuple of COUNT subtiles (rows, cols / COUNT), by halving. No data moves: in the layout of wgmma's results
-    a thread's registers count the columns beyond 8, so each half is half of them."""
+    """x (rows, cols) as a tuple of COUNT subtiles (rows, cols / COUNT), by halving; COUNT: a power of two. No data moves: in
+    `wgmma_layout` a thread's registers count the columns beyond 8, so each half is half of them."""
     if COUNT == 1:
         return (x,)
     else:
         HALF_COLS: gl.constexpr = x.shape[1] // 2
-        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_COLS, 16])
+        LAYOUT: gl.constexpr = wgmma_layout(HALF_COLS)
         left, right = x.reshape([x.shape[0], 2, HALF_COLS]).permute(0, 2, 1).split()
         left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
         right = gl.convert_layout(right, LAYOUT, assert_trivial=True)
@@ -270,8 +282,7 @@ def split_columns(x, COUNT):
 
 @gluon
 def tma_store(out_map, buffer, value, row, column):
-    """Write a subtile to its buffer in shared memory and start its TMA store to (row, column). The fence makes the threads' writes
-    visible to the async proxy, which TMA reads through."""
+    """Write a subtile to its buffer in shared memory and start its TMA store to (row, column). The fence shows TMA the writes."""
     buffer.store(value.to(out_map.dtype))
     hopper.fence_async_shared()
     hopper.tma.async_copy_shared_to_global(out_map, [row, column], buffer)

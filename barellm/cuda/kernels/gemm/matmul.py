@@ -1,7 +1,6 @@
 """GEMM in Triton, for any shape and architecture, with the fused operations that follow it done on the accumulators (epilogue.py).
 
-Shapes: x (tokens, K), weight (N, K), y (tokens, N), row-major. One kernel over out (M, N) = a b, depth K, by gemm_kind (BLAS's
-transposes):
+Shapes: x (tokens, K), weight (N, K), y (tokens, N), row-major. One kernel over out (M, N) = a b, depth K, by gemm_kind:
 
     nt  y = x weight^T       a (M, K)             b stored (N, K)    forward
     nn  dx = dy weight       a (M, K)             b stored (K, N)    input gradient
@@ -13,12 +12,10 @@ M N K operations; what is fused adds its own operand and no other pass over y.
 
 Names of every GEMM in this folder: `rows`: tokens of the run, a size; `most`: their planned maximum; N, K: the weight's shape;
 `pre`: the pre-activation, written or read; `residual`: added to the result; `epilogue`: what is fused (epilogue.py); `mode`:
-whether the result is stored or added (MODES). NAME_STRIDE: elements from a row of a view to the next, None where rows are
-contiguous.
+whether the result is stored or added (MODES). NAME_STRIDE: elements from a row of a view to the next, or None: contiguous.
 
-Protocol of a program: a tile (BM, BN) of fp32 accumulators stays in registers. All warps load blocks of a and b with cp.async into
-`num_stages` buffers of shared memory; Triton places the waits and barriers. Programs are rasterized in groups of GROUP rows of
-tiles."""
+A program's fp32 accumulators (BM, BN) stay in registers. All warps load blocks of a and b with cp.async into
+`num_stages` buffers of shared memory; Triton places the waits and barriers."""
 
 from __future__ import annotations
 
@@ -27,8 +24,10 @@ from typing import Any
 from barellm.cuda import gemm_config, tuning
 from barellm.cuda.kernel import MODES, Lowering, Size, lowering, mode
 from barellm.cuda.kernels.common import view_strides
-from barellm.cuda.kernels.gemm import cublaslt, hopper, skinny_gemm
+from barellm.cuda.kernels.gemm.cublaslt import append_cublaslt_gemm, fits_cublaslt
 from barellm.cuda.kernels.gemm.epilogue import epilogue_operands, epilogue_tile
+from barellm.cuda.kernels.gemm.hopper import fits_hopper_gemm, launch_hopper_gemm
+from barellm.cuda.kernels.gemm.skinny_gemm import RowsWhere, fits_skinny_gemm, launch_skinny_gemm
 from barellm.cuda.kernels.gemm.split_k import SplitK, reduce_splits
 from barellm.cuda.kernels.norm.column_sums import bias_grad_partials, lower_sums
 from barellm.cuda.lang import device, tl
@@ -41,14 +40,29 @@ SUBTILE_N = 64  # columns of a tile that a fused epilogue handles at a time: mor
 
 
 @device
+def load_k_blocks(a_ptrs, b_ptrs, m_in, n_in, k, k0, k_end, EVEN_K):
+    """Load a (BM, BK) and b (BK, BN) of the step at k0, zeros off the masks m_in, n_in and, unless EVEN_K, beyond k_end."""
+    if EVEN_K:
+        a_block, b_block = (tl.load(a_ptrs, mask=m_in[:, None], other=0.0), tl.load(b_ptrs, mask=n_in[None, :], other=0.0))
+    else:
+        k_in = k < k_end - k0
+        a_block = tl.load(a_ptrs, mask=m_in[:, None] & k_in[None, :], other=0.0)
+        b_block = tl.load(b_ptrs, mask=n_in[None, :] & k_in[:, None], other=0.0)
+    return a_block, b_block
+
+
+@device
 def gemm(
     out, pre, a, b, bias, other, scalars, M: tl.int32, N: tl.int32, K: tl.int32, k_per_split,
     A_TRANSPOSED, B_TRANSPOSED, EVEN_K, EPILOGUE, MODE, BM, BN, BK, GROUP, SUBTILES, TF32, A_STRIDE, B_STRIDE, OUT_STRIDE,
     PRE_STRIDE, OTHER_STRIDE,
 ):  # fmt: skip
-    """One (BM, BN) tile of out (M, N) = a b, in steps of BK. `other`: the matrix that the epilogue reads. With `k_per_split`, axis
-    1 of the grid counts split-K slices of so many of K, and slice s writes the s-th (M, N) of out. EVEN_K: BK divides K. A tile
-    starts at a 64-bit address; within it offsets are 32-bit."""
+    """out (M, N) = epilogue(a (M, K) b (K, N)): one (BM, BN) tile a program, in steps of BK, fp32 accumulators.
+
+    a is stored (M, K) or A_TRANSPOSED (K, M), b (K, N) or B_TRANSPOSED (N, K), rows NAME_STRIDE apart; pre, bias, other, EPILOGUE:
+    epilogue.py. Grid: tiles, rasterized in groups of GROUP rows of tiles; with `k_per_split` axis 1 counts split-K slices of so
+    many of K, and slice s writes the s-th (M, N) of out. BM, BN, BK: powers of two; EVEN_K: BK divides K. A tile starts at a 64-bit
+    address; within it offsets are 32-bit."""
     # Grouped rasterization: GROUP rows of tiles are walked column by column, so that their operands stay in L2.
     pid = tl.program_id(0)
     m_tiles, n_tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)
@@ -59,7 +73,7 @@ def gemm(
     m, n, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
     m_in, n_in = m < M - m0, n < N - n0
 
-    a_row: tl.constexpr = A_STRIDE if A_STRIDE is not None else M if A_TRANSPOSED else K
+    a_row: tl.constexpr = A_STRIDE if A_STRIDE is not None else M if A_TRANSPOSED else K  # elements from a stored row to the next
     b_row: tl.constexpr = B_STRIDE if B_STRIDE is not None else K if B_TRANSPOSED else N
     k_end = K
     a_ptrs, b_ptrs, out_offset = a, b, tl.cast(m0, tl.int64) * N + n0
@@ -80,14 +94,9 @@ def gemm(
 
     acc = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, k_end, BK):
-        if EVEN_K:
-            a_block, b_block = (tl.load(a_ptrs, mask=m_in[:, None], other=0.0), tl.load(b_ptrs, mask=n_in[None, :], other=0.0))
-        else:
-            k_in = k < k_end - k0
-            a_block = tl.load(a_ptrs, mask=m_in[:, None] & k_in[None, :], other=0.0)
-            b_block = tl.load(b_ptrs, mask=n_in[None, :] & k_in[:, None], other=0.0)
+        a_block, b_block = load_k_blocks(a_ptrs, b_ptrs, m_in, n_in, k, k0, k_end, EVEN_K)
         acc = tl.dot(a_block, b_block, acc, input_precision="tf32" if TF32 else "ieee")
-        a_ptrs += BK * a_row if A_TRANSPOSED else BK
+        a_ptrs += BK * a_row if A_TRANSPOSED else BK  # the next BK of K
         b_ptrs += BK if B_TRANSPOSED else BK * b_row
 
     epilogue_tile(
@@ -100,8 +109,8 @@ def append_gemm(
     c: Lowering, gemm_kind: str, *, out: Any, a: Any, b: Any, rows: Size, most: int, N: int, K: int,
     bias: Any = None, residual: Any = None, pre: Any = None, epilogue: str = "", mode: int = MODES["store"],
 ) -> None:  # fmt: skip
-    """Launch one GEMM, by the first of skinny_gemm, cuBLASLt, hopper_gemm and this kernel that takes it. The weight is (N, K); an
-    operand is a Tensor or (Region, dtype).
+    """Plan one GEMM, by the first of skinny_gemm, cuBLASLt, hopper_gemm and this kernel that takes it: launches (of split-K two),
+    or a call of the library, appended to `c`. The weight is (N, K); an operand is a Tensor or (Region, dtype).
 
         "nt"  out (rows, N) = a (rows, K) b^T, b (N, K), plus `bias` (N). `epilogue` an activation: `pre` (rows, N) gets the
               pre-activation and out the activation; "residual": out is `residual` (rows, N) plus it
@@ -111,21 +120,18 @@ def append_gemm(
     With an activation's derivative ("gelu_backward", ...) as `epilogue` of "nt" or "nn", out is multiplied by it at `pre`."""
     arguments = {"out": out, "a": a, "b": b, "rows": rows, "most": most, "N": N, "K": K}
     arguments |= {"bias": bias, "residual": residual, "pre": pre, "epilogue": epilogue, "mode": mode}
-    if gemm_kind == "nt" and skinny_gemm.fits(c, most=most, K=K):  # and a second launch below
-        skinny_gemm.launch_gemm(c, **arguments)
+    if gemm_kind == "nt" and fits_skinny_gemm(c, most=most, K=K):  # and a second launch below
+        launch_skinny_gemm(c, **arguments)
         if most <= gemm_config.SKINNY_M:
             return
-        arguments["rows"] = rows = skinny_gemm.RowsUnlessSkinny(rows)
-    if cublaslt.fits(c, **arguments):
-        cublaslt.append(c, gemm_kind, **arguments)
-        return
-    if hopper.fits(c, gemm_kind, **arguments):
-        hopper.launch_gemm(c, gemm_kind, **arguments)
-        return
+        arguments["rows"] = rows = RowsWhere(rows, skinny=False)
+    if fits_cublaslt(c, **arguments):
+        return append_cublaslt_gemm(c, gemm_kind, **arguments)
+    if fits_hopper_gemm(c, gemm_kind, **arguments):
+        return launch_hopper_gemm(c, gemm_kind, **arguments)
     dtype = a[1] if isinstance(a, tuple) else a.dtype
     if gemm_kind == "tn":
-        _append_wgrad(c, out, a, b, rows, most, N, K, dtype, mode)
-        return
+        return _append_wgrad(c, out, a, b, rows, most, N, K, dtype, mode)
     cols, depth = (N, K) if gemm_kind == "nt" else (K, N)
     config = tuning.select_config(c.target, tuning.GemmProblem(gemm_kind, _kind(c, dtype), most, cols, depth))
     pre_out, other = epilogue_operands(pre, residual, epilogue)
@@ -144,8 +150,8 @@ def append_gemm(
 
 
 def _append_wgrad(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
-    """Append a weight gradient out (N, K) = dy^T x, of dy (rows, N) and x (rows, K), with split-K if the result has too few tiles
-    to fill the GPU: fp32 partial sums, then added in order."""
+    """Plan a weight gradient out (N, K) fp32 = dy^T x, of dy (rows, N) and x (rows, K): one launch of `gemm`; or, if the result has
+    too few tiles to fill the GPU, split-K: fp32 partial sums (slices, N, K) in scratch, then added in order."""
     problem = tuning.GemmProblem("tn", _kind(c, dtype), N, K, most)
     config, default = tuning.select_config(c.target, problem), problem.default(c.target.arch)
     tiles = ceil_div(N, config.tile_m) * ceil_div(K, config.tile_n)
@@ -187,7 +193,7 @@ def shape_of(c: Lowering, activation: Tensor, weight: Tensor) -> dict[str, Any]:
 @lowering("matmul_dx", starts="dx", also={"weight": PLANES}, views="dy dx")
 @lowering("matmul", starts="y", also={"weight": PLANES}, views="x y")
 def lower_matmul(op: Any, c: Lowering) -> None:
-    """Launch a matmul with a weight, or the gradient of its input, with at most one fused op besides a bias."""
+    """Plan y = x weight^T, or dx = dy weight, of an op with at most one fused op besides a bias (`append_gemm`)."""
     fused = [name for name in op.attrs.get("epilogues", ()) if name != "bias"]
     assert len(fused) <= 1, fused
     weight, more = weight_operand(op.weight), {"epilogue": "".join(fused)}
@@ -207,12 +213,10 @@ def lower_weight_gradient(op: Any, c: Lowering) -> None:
 
 @lowering("matmul_dw_dbias", starts="dweight dbias", views="x")
 def lower_weight_and_bias_gradient(op: Any, c: Lowering) -> None:
-    """On Hopper the bias's gradient (column sums of dy) comes from the tiles of dy that are in shared memory for the weight
-    gradient; elsewhere it is a pass of its own."""
+    """On Hopper the bias's gradient (column sums of dy) comes from the weight gradient's tiles; elsewhere from a pass over dy."""
     arguments = _gradient_of(op, c)
-    if hopper.fits(c, "tn", **arguments) and not cublaslt.fits(c, **arguments):
-        hopper.launch_gemm(c, "tn", **arguments, dbias=op.dbias, dbias_mode=mode(op, "dbias"))
-        return
+    if fits_hopper_gemm(c, "tn", **arguments) and not fits_cublaslt(c, **arguments):
+        return launch_hopper_gemm(c, "tn", **arguments, dbias=op.dbias, dbias_mode=mode(op, "dbias"))
     append_gemm(c, "tn", **arguments)
     lower_sums(c, bias_grad_partials, op.dy, {"dy": op.dy}, ["dbias"])
 

@@ -2,9 +2,7 @@
 
 Shapes: x (rows, K), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16) fp16, y (rows, N). A tile is 16 columns of y, a
 block 8 elements of K; a scale serves a group of blocks of one column, and the last row of scales has each column's power of two.
-Codes are read as words of 32 bits: 16 of a block of 4-bit codes, 32 of 8-bit ones (WIDE). Of 4-bit codes the word j of a block has
-eight: those of two neighbouring columns, the lower one in its lower half, in whose bytes 0 and 1 are the elements k and k + 1 in
-the lower nibbles, k + 4 and k + 5 in the upper ones. Of 8-bit codes a word has four columns of one element.
+Codes are read as words of 32 bits: 16 of a block of 4-bit codes (`code_value`), 32 of 8-bit ones (WIDE).
 
 Few rows (skinny GEMM) of 16 bits with 4-bit codes are multiplied on tensor cores (quantized_mma.py). Of others, a program reads a
 tile, BLOCKS_AT_ONCE blocks at a time, and dequantizes the words in registers. It reads them again for each row, from L2. An integer
@@ -13,16 +11,15 @@ a mask, an "or" and one subtraction make n - 8, exactly. A value of a table is c
 bf16 in each; None for integers). More rows: the matrix is dequantized in the dtype of x, and multiplied as any other."""
 
 import struct
-from dataclasses import dataclass
 from typing import Any
 
 from barellm.cuda import gemm_config
-from barellm.cuda.kernel import MODES, Lowering, Size, Sizes, lowering
+from barellm.cuda.kernel import MODES, Lowering, Size, lowering
 from barellm.cuda.kernels.common import pow2, view_strides
-from barellm.cuda.kernels.gemm import quantized_mma
-from barellm.cuda.kernels.gemm.epilogue import epilogue_operands, epilogue_subtile
+from barellm.cuda.kernels.gemm.epilogue import epilogue_operands, epilogue_tile
 from barellm.cuda.kernels.gemm.matmul import append_gemm
-from barellm.cuda.kernels.gemm.skinny_gemm import RowsIfSkinny, RowsUnlessSkinny
+from barellm.cuda.kernels.gemm.quantized_mma import fits_quantized_mma, launch_quantized_mma
+from barellm.cuda.kernels.gemm.skinny_gemm import GridIf, RowsWhere
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 from barellm.program.quantization import BLOCK, INTEGERS, TILE, Scheme, scheme
@@ -34,15 +31,19 @@ BLOCKS_DEQUANTIZED = 64  # of a tile, by one program
 
 @device
 def code_value(words, NIBBLE, T0, T1, T2, T3):
-    """The fp32 value, without its scale, of one 4-bit code of each word: n - 8, or element n of the table T0 to T3. NIBBLE: the
-    code's index in the order in which `quantized_skinny_gemm` takes them, four of the lower column, then four of the upper one."""
-    lowest_bit: tl.constexpr = NIBBLE % 4 * 4 + NIBBLE // 4 * 16  # the code's lowest bit in the word
+    """The fp32 value, without its scale, of the 4-bit code n number NIBBLE of each 32-bit word: n - 8, or element n of a table of
+    16 bf16 in four 64-bit constants T0 to T3 (None for integers). Of neighbouring columns c, c + 1 and elements k of a block:
+
+        NIBBLE   7      6      5      4      3      2      1      0
+        bits   31-28  27-24  23-20  19-16  15-12  11-8    7-4    3-0
+        holds   k+5    k+1    k+4     k     k+5    k+1    k+4     k        (0-3 of column c, 4-7 of column c + 1)"""
+    lowest_bit: tl.constexpr = 4 * NIBBLE
     if T0 is not None:
         n = (words >> lowest_bit) & 15
         four = tl.where(n < 8, tl.where(n < 4, T0, T1), tl.where(n < 12, T2, T3)).to(tl.int64)
         bits = (four >> ((n & 3) * 16).to(tl.int64)).to(tl.int32) << 16
         value = bits.to(tl.float32, bitcast=True)
-    elif lowest_bit <= 16:  # among the 23 mantissa bits: beside the exponent of 2^(23 - place), bit `lowest_bit` counts 1
+    elif lowest_bit <= 16:  # in the mantissa: with the exponent of 2^(23 - lowest_bit) that bit counts 1
         bits = words & (15 << lowest_bit) | ((150 - lowest_bit) << 23)
         value = bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - lowest_bit) + 8)
     else:  # above them: shifted down by 12 first
@@ -62,16 +63,20 @@ def quantized_skinny_gemm(
     out, pre, x, codes, scales, bias, other, scalars, rows,
     N, K, BLOCKS, BB, GROUPS, GROUP, WIDE, T0, T1, T2, T3, EPILOGUE, MODE, X_STRIDE, OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE,
 ):  # fmt: skip
-    """One tile, 16 columns, of out (rows, N) = x (rows, K) weight^T with its epilogue (epilogue.py), for all rows, BB blocks at a
-    time. BLOCKS, GROUPS: blocks and groups of K; GROUP: blocks of a group. WIDE: 8-bit codes. Each thread has words of the same two
-    (WIDE: four) columns in every block, and a sum a0, a1 (a2, a3) for each of them."""
+    """out (rows, N) = epilogue(x (rows, K) weight^T), up to 8 rows, the weight given as codes and scales: one tile of 16 columns a
+    program, BB blocks of 8 elements of K at a time, dequantized in registers. Each thread has words of the same two (WIDE: four)
+    columns in every block, and a sum a0, a1 (a2, a3) for each of them.
+
+    codes: i32 words, `quantization.pack` wrote them (`code_value` has the layout; WIDE: 8-bit, four columns of one element a word);
+    scales fp16, of a group of GROUP blocks. BLOCKS, GROUPS: of K. BB: a power of two. bias, pre, other, EPILOGUE: epilogue.py."""
     x_row: tl.constexpr = X_STRIDE if X_STRIDE is not None else K
     block_words: tl.constexpr = 32 if WIDE else 16
     tile = tl.program_id(0)
     j = tl.arange(0, block_words)[None, :]
     first_word = tl.cast(tile, tl.int64) * (BLOCKS * block_words) + j
     scales += tile * ((GROUPS + 1) * 16)
-    # of word j: its first element in the block, and its first column in the tile
+    # Of word j: its first element in the block, and its first column in the tile. 8 bits: 4 words are the 16 columns of an element.
+    # 4 bits: j counts, from the lowest bit on, pairs of columns (1 bit), pairs of elements (1 bit), groups of 4 columns (2 bits).
     first_element, first_column = (j // 4, j % 4 * 4) if WIDE else (j // 2 % 2 * 2, j // 4 * 4 + j % 2 * 2)
     for row in range(rows):
         a0, a1 = tl.zeros((BB, block_words), tl.float32), tl.zeros((BB, block_words), tl.float32)
@@ -112,8 +117,8 @@ def quantized_skinny_gemm(
             total = tl.join(sum_columns(a0, 2, 2), sum_columns(a1, 2, 2))
         n0 = tile * 16
         power = power_of_two(tl.load(scales + GROUPS * 16 + tl.arange(0, 16)[None, :]))
-        epilogue_subtile(
-            out, pre, bias, other, scalars, tl.reshape(total, (1, 16)) * power, row, n0, row * N + n0, rows, N, EPILOGUE, MODE,
+        epilogue_tile(
+            out, pre, bias, other, scalars, tl.reshape(total, (1, 16)) * power, row, n0, row * N + n0, rows, N, EPILOGUE, MODE, 1,
             OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE,
         )  # fmt: skip
 
@@ -132,7 +137,8 @@ def sum_columns(products, ELEMENTS, PAIRS):
 
 @device
 def dequantize(out, codes, scales, N, K, BLOCKS, BB, GROUPS, GROUP, WIDE, T0, T1, T2, T3):
-    """out (N, K) = the dequantized weight: BB blocks of one tile. The constants are those of `quantized_skinny_gemm`."""
+    """out (N, K) = code value * group's scale * column's power of two, in out's dtype: the dequantized weight, for a GEMM of many
+    rows. A program does BB blocks of one tile of 16 columns. Operands and constants are those of `quantized_skinny_gemm`."""
     block_words: tl.constexpr = 32 if WIDE else 16
     tile = tl.program_id(0) // tl.cdiv(BLOCKS, BB)
     b, j = tl.program_id(0) % tl.cdiv(BLOCKS, BB) * BB + tl.arange(0, BB)[:, None], tl.arange(0, block_words)[None, :]
@@ -156,11 +162,11 @@ def dequantize(out, codes, scales, N, K, BLOCKS, BB, GROUPS, GROUP, WIDE, T0, T1
 
 
 def constants_of(quantization: Scheme, N: int, K: int) -> dict[str, Any]:
-    """The compile-time constants of both kernels, for a weight (N, K) quantized by the scheme; T0 to T3: its table or None."""
+    """The compile-time constants of both kernels, for a weight (N, K) quantized by the scheme; T0 to T3: its table of 16 bf16."""
     blocks = ceil_div(K, BLOCK)
     table: list[int | None] = [None] * 4
     if quantization.table and quantization.table != INTEGERS:
-        # bf16 is the upper half of fp32; four of them in each 64-bit constant
+        # bf16 is the upper half of fp32
         halves = b"".join(struct.pack("<f", v)[2:] for v in quantization.table)
         table = list(struct.unpack("<4q", halves))
     return {
@@ -169,54 +175,42 @@ def constants_of(quantization: Scheme, N: int, K: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class GridIfRows:
-    """A grid of `programs` programs, empty in runs in which `rows` is 0."""
-
-    rows: Size
-    programs: int
-
-    def __call__(self, sizes: Sizes) -> tuple[int]:
-        return (self.programs if self.rows(sizes) else 0,)
-
-
 def words_of(codes: Any) -> tuple[Region, str]:
     """The operand of codes, as the 32-bit words that kernels read."""
     return part(codes), "i32"
 
 
 def append_dequantize(c: Lowering, op: Any, rows: Size) -> tuple[Region, str]:
-    """Launch the dequantization of an op's weight, in runs in which `rows` is not 0. Returns the operand (N, K), in the dtype of
-    x."""
+    """Launch the dequantization of an op's weight, in runs in which `rows` is not 0. Returns it (N, K), in the dtype of x."""
     quantization, N, K, dtype = scheme(op.weights), int(op.columns), int(op.x.shape[-1]), op.x.dtype
     out = part(c.scratch("weight", (N, K), dtype)), dtype
     constants = constants_of(quantization, N, K)
     programs = ceil_div(N, TILE) * ceil_div(constants["BLOCKS"], BLOCKS_DEQUANTIZED)
     operands = {"out": out, "codes": words_of(op.codes), "scales": op.scales}
-    c.launch(dequantize, operands, constants | {"BB": BLOCKS_DEQUANTIZED}, grid=GridIfRows(rows, programs), writes="out")
+    c.launch(dequantize, operands, constants | {"BB": BLOCKS_DEQUANTIZED}, grid=GridIf(rows, lambda s: (programs,)), writes="out")
     return out
 
 
 @lowering("quantized_product", "quantized_matmul", also={"codes": "u4 i8"}, views="x y residual")
 def lower_quantized(op: Any, c: Lowering) -> None:
-    """Launch a matmul with quantized weights and its epilogue: one launch for runs of up to SKINNY_M rows, and if there may be more
-    a dequantization and a GEMM, empty in those runs."""
+    """Plan a matmul with quantized weights and its epilogue: one launch for runs of up to SKINNY_M rows, on tensor cores if
+    quantized_mma fits, and if there may be more rows a dequantization into scratch and a GEMM, empty in those runs."""
     quantization, N, K = scheme(op.weights), int(op.columns), int(op.x.shape[-1])
     epilogue = "".join(name for name in op.attrs.get("epilogues", ()) if name != "bias")
     rows, most = c.rows(op.x), op.x.size // K
-    skinny_rows, BB = RowsIfSkinny(rows), min(BLOCKS_AT_ONCE, pow2(ceil_div(K, BLOCK)))
+    skinny_rows, BB = RowsWhere(rows, skinny=True), min(BLOCKS_AT_ONCE, pow2(ceil_div(K, BLOCK)))
     pre_out, other = epilogue_operands(op.outputs.get("pre"), op.inputs.get("residual"), epilogue)
     operands = {"out": op.y, "pre": pre_out, "x": op.x, "codes": words_of(op.codes), "scales": op.scales}
     operands |= {"bias": op.inputs.get("bias"), "other": other, "rows": skinny_rows}
-    grid = GridIfRows(skinny_rows, ceil_div(N, TILE))
-    if quantized_mma.fits(quantization, op.x):
-        quantized_mma.launch(c, op, quantization, operands, grid, epilogue=epilogue, mode=MODES["store"])
+    grid = GridIf(skinny_rows, lambda s: (ceil_div(N, TILE),))
+    if fits_quantized_mma(quantization, op.x):
+        launch_quantized_mma(c, op, quantization, operands, grid, epilogue=epilogue, mode=MODES["store"])
     else:
         constants = constants_of(quantization, N, K) | {"BB": BB, "MODE": MODES["store"], "EPILOGUE": epilogue}
         constants |= view_strides(x=op.x, out=op.y, pre=pre_out, other=other)
         c.launch(quantized_skinny_gemm, operands, constants, grid=grid, writes="out pre")
     if most > gemm_config.SKINNY_M:
-        other_rows = RowsUnlessSkinny(rows)
+        other_rows = RowsWhere(rows, skinny=False)
         weight = append_dequantize(c, op, other_rows)
         append_gemm(
             c, "nt", out=op.y, a=op.x, b=weight, rows=other_rows, most=most, N=N, K=K, bias=op.inputs.get("bias"),

@@ -3,15 +3,10 @@
 Shapes: x (rows, K) of 16 bits, read as words of two elements; codes (tiles, BLOCKS, 16 words), scales (tiles, GROUPS + 1, 16), y
 (rows, N). A word of codes has the elements k, k + 1, k + 4 and k + 5 of two neighbouring columns: all eight that a thread has of an
 operand of mma.m16n8k16, if the rows of that operand are a tile's columns, even ones first, and its depth are two blocks. So the 32
-words of two blocks go to the 32 lanes of a warp, and the codes become numbers in the registers that the mma takes:
-
-    prmt    the bytes of one column, a zero behind each
-    lop3    the bits of 128 (in fp16 of 1024), twice, with a code in the last places of each
-    fma     minus 136 (1032), in pairs: the code's value is left, exactly
-
-That is 12 instructions for 8 weights (10 in fp16, where a code may stand four places higher: no shift), and one for their products
-with 8 rows. The numbers of nf4 are looked up in registers by prmt (`nf4_assembly`). Sums are fp32; a group's are multiplied by its
-scale. The WARPS of a program take parts of a tile's depth (K).
+words of two blocks go to the 32 lanes of a warp, and the codes become numbers in the registers that the mma takes (below). That is
+12 instructions for 8 weights (10 in fp16, where a code may stand four places higher: no shift), and one for their products with 8
+rows. The numbers of nf4 are looked up in registers by prmt (`nf4_assembly`). Sums are fp32; a group's are multiplied by its scale.
+The WARPS of a program take parts of a tile's depth (K).
 
 A thread's operands of the inline assembly: $0-$3 its four sums, $4 a word of codes (given four times, as $4-$7), $8 and $9 words of
 x, the b operand (again as $10, $11), $12-$15 the sums before."""
@@ -22,7 +17,7 @@ from typing import Any
 from barellm.cuda.kernel import Lowering
 from barellm.cuda.kernels.common import store_or_add
 from barellm.cuda.kernels.pointwise.activations import value_of
-from barellm.cuda.lang import constant, gl, gluon
+from barellm.cuda.lang import compile_time, constant, gl, gluon
 from barellm.program.quantization import BLOCK, INTEGERS, NORMAL_QUANTILES, Scheme
 from barellm.runtime.lowering import part, view_stride
 
@@ -32,9 +27,14 @@ GROUPS_OF_BLOCKS = (4, 8, 16)  # that share a scale
 ALIGN = 4  # bytes of a word
 DTYPES = ("bf16", "fp16")
 
-# p, q: the two bytes of the word's lower and upper column as 16-bit numbers. a0 to a3: the a operand of the mma. `one` x + `less`:
-# the magic number's offset taken off, -136 in bf16 (0xc308), -1032 in fp16 (0xe408); of fp16's upper nibbles x / 16 - 72 (0x2c00,
-# 0xd480).
+# p, q: the two bytes of the word's lower and upper column, a zero behind each (prmt 0x4140, 0x4342: byte 4 is 0). a0 to a3: the a
+# operand of the mma, pairs (k, k + 1) of both columns, then (k + 4, k + 5). In 16 bits, with bf16's magic number 128 = 0x4300:
+#
+#     p                  0000 0000 hhhh nnnn      n: code k or k + 1, h: code k + 4 or k + 5
+#     p & 15 | magic     0100 0011 0000 nnnn      = 128 + n (lop3 0xea is (a & b) | c; p >> 4 first for h; fp16: 1024 + n or 16 h)
+#     one x + less       the value n - 8          less: -136 in bf16 (0xc308), -1032 in fp16 (0xe408)
+#
+# Of fp16's upper codes x / 16 - 72 (part, most: 0x2c00, 0xd480) instead of the shift.
 HEAD = """{
 .reg .b32 p, q, a0, a1, a2, a3, one, less, part, most;
 prmt.b32 p, $4, 0, 0x4140;
@@ -71,10 +71,10 @@ mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, {a0, a1, a2,
 
 
 def nf4_assembly(form: str, kind: str) -> str:
-    """PTX that dequantizes the eight NF4 codes of a word and multiplies them by mma. `kind`: the dtype of x as PTX names it;
-    `form`: the same as `struct` packs it ("" for bf16, the upper half of fp32). prmt picks bytes of eight table entries (low or
-    high byte of each number) from two registers by three bits of each code; a second prmt picks between the two halves of the table
-    by the fourth."""
+    """The PTX, as one string, that dequantizes the eight NF4 codes of a word and multiplies them by mma: a table look-up in
+    registers. `kind`: the dtype of x as PTX names it; `form`: the same as `struct` packs it ("" for bf16, the upper half of fp32).
+    prmt picks bytes of eight table entries (low or high byte of each number) from two registers by three bits of each code; a
+    second prmt picks between the two halves of the table by the fourth."""
     numbers = b"".join(struct.pack("<f", v)[2:] if kind == "bf16" else struct.pack(form, v) for v in NORMAL_QUANTILES)
     low, high = (struct.unpack("<4I", numbers[first::2]) for first in (0, 1))
     lines = []
@@ -97,25 +97,35 @@ NF4_BF16, NF4_FP16 = constant(nf4_assembly("", "bf16")), constant(nf4_assembly("
 REGISTERS = constant("=f,=f,=f,=f,r,r,r,r,r,r,r,r,f,f,f,f")
 
 
+@compile_time
+def mma_sums_layout():
+    """The registers of the sums (WARPS, 2, 8, 4, 2) of mma.m16n8k16, whose axes are (warp, odd column, pair of columns, lane of
+    four, one of two rows): register bit 0 is the row, bit 1 the odd column; lane bits 0 and 1 the lane of four, 2 to 4 the pair."""
+    registers = [[0, 0, 0, 0, 1], [0, 1, 0, 0, 0]]
+    lanes = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]]
+    warps = [[1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [8, 2, 8, 4, 2])
+
+
 @gluon
 def quantized_mma(
     out, pre, x, codes, scales, bias, other, scalars, rows,
     N, K, BLOCKS, GROUPS, GROUP, FP16, NF4, EPILOGUE, MODE, X_STRIDE, OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE,
 ):  # fmt: skip
-    """One tile, 16 columns, of out (rows, N) = x (rows, K) weight^T with its epilogue (epilogue.py); rows is at most 8. The WARPS
-    sum over different blocks of K, and are added at the end. BLOCKS, GROUPS: blocks and groups of K; GROUP: blocks that share a
-    scale. FP16: x is fp16, else bf16. NF4: codes of NF4, else of integers. NAME_STRIDE: elements from a row to the next;
-    X_STRIDE in words."""
-    # Axes of the sums: (warp, odd column, pair of columns, lane of four, one of two rows): a thread has four sums.
-    SUMS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 0, 0, 1], [0, 1, 0, 0, 0]], [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]],
-        [[1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]], [], [WARPS, 2, 8, 4, 2],
-    )  # fmt: skip
-    WORD: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    PAIR: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
+    """out (rows, N) = epilogue(x (rows, K) weight^T) on tensor cores, up to 8 rows: one tile of 16 columns a program. The WARPS sum
+    over different blocks of K (8 elements), and are added at the end.
+
+    x: bf16 or FP16, as i32 words of two elements, rows X_STRIDE words apart; codes: i32 words of 4-bit integers or NF4, scales
+    fp16, `quantization.pack` wrote them. BLOCKS, GROUPS: of K; GROUP: blocks that share a scale, 4, 8 or 16. bias, pre, other,
+    EPILOGUE: epilogue.py (of activations' derivatives none); NAME_STRIDE: elements from a row to the next."""
+    SUMS: gl.constexpr = mma_sums_layout()
+    WORD: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # a word of codes a lane
+    PAIR: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])  # two words of x a lane
+    # Scales: element 16 warp + 2 pair + odd; the lanes of four (lowest two bits of the lane) have the same ones.
     SCALE: gl.constexpr = gl.DistributedLinearLayout([[1]], [[0], [0], [2], [4], [8]], [[16], [32], [64]], [], [16 * WARPS])
     tile = gl.program_id(0)
-    # Block (of a warp's iteration) and place in it of each element of three layouts: words of codes, words of x, scales.
+    # Block (of a warp's iteration) and place in it of each element of three layouts: words of codes, words of x, scales. Lane 4 r +
+    # c of a warp has row r of the mma's operands (a pair of the tile's columns; of x a row), elements 2 c and 2 c + 1 of its depth.
     i = gl.arange(0, 32 * WARPS, layout=WORD)
     word_block, word = i // 32 * WARP_BLOCKS + i % 4 // 2, i % 32 // 8 * 4 + i % 2 * 2 + i // 4 % 2
     j = gl.arange(0, 64 * WARPS, layout=PAIR)
@@ -174,7 +184,7 @@ def dequantize_mma(words, pairs, sums, FP16, NF4):
     return gl.inline_asm_elementwise(ASSEMBLY, REGISTERS, [words, pairs, sums], gl.float32, is_pure=True, pack=4)
 
 
-def fits(quantization: Scheme, x: Any) -> bool:
+def fits_quantized_mma(quantization: Scheme, x: Any) -> bool:
     """Whether a skinny GEMM takes this kernel: 4-bit codes (integers or NF4) in groups of 4, 8 or 16 blocks, and x of 16 bits whose
     K is a multiple of a block and whose rows are aligned words."""
     K = int(x.shape[-1])
@@ -187,9 +197,11 @@ def fits(quantization: Scheme, x: Any) -> bool:
     )
 
 
-def launch(c: Lowering, op: Any, quantization: Scheme, operands: dict[str, Any], grid: Any, *, epilogue: str, mode: int) -> None:
-    """Launch the GEMM of an op whose weight is quantized by the scheme `quantization`. `operands`, `grid`: those of
-    `quantized_skinny_gemm`, which it replaces."""
+def launch_quantized_mma(
+    c: Lowering, op: Any, quantization: Scheme, operands: dict[str, Any], grid: Any, *, epilogue: str, mode: int
+) -> None:
+    """Plan one launch of quantized_mma for an op whose weight is quantized by `quantization`. `operands`, `grid`: as in
+    quantized.py."""
     N, K = int(op.columns), int(op.x.shape[-1])
     stride = {name: view_stride(operands[name]) or N for name in ("out", "pre", "other") if operands[name] is not None}
     constants = {

@@ -1,10 +1,8 @@
-"""The classifier head (fused linear cross-entropy), in chunks of tokens: logits, loss, logit gradients in place, input gradient,
-weight gradient.
+"""The classifier head (fused linear cross-entropy), in chunks of tokens: logits, loss, their gradients in place, dx, dweight.
 
 Shapes: x, dx (tokens, C), weight, dweight (V, C), or (C, V) where the head is `transposed`, targets (tokens) i32. Logits exist for
 one chunk at a time. A chunk of n tokens costs 6 n V C operations, and besides the GEMMs' operands the logits are written, read
-twice and written again once (8 n V bytes in bf16), and dweight is read and written. Chunks follow one another, so dweight is summed
-in the order of the tokens."""
+twice and written again once (8 n V bytes in bf16), and dweight is read and written. dweight sums chunks in order."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from typing import Any
 from barellm.cuda.kernel import MODES, Launch, Lowering, Size, Sizes, lowering, mode
 from barellm.cuda.kernels.gemm.matmul import append_gemm
 from barellm.cuda.kernels.gemm.quantized import append_dequantize
+from barellm.cuda.kernels.gemm.skinny_gemm import GridIf
 from barellm.cuda.kernels.loss import softcap
 from barellm.cuda.kernels.loss.cross_entropy import launch_rows, launch_total, row_losses, row_scores
 from barellm.cuda.lang import DeviceFunction
@@ -42,17 +41,6 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class GridIfTokens:
-    """A grid, empty in runs in which the chunk is empty."""
-
-    chunk: Chunk
-    grid: Any
-
-    def __call__(self, sizes: Sizes) -> tuple[int, ...]:
-        return self.grid(sizes) if self.chunk(sizes) else (0,)
-
-
-@dataclass(frozen=True)
 class Loss:
     """A loss over rows of logits. `rows`: its kernel, a program for each row; more(op, first): the (operands, constants) that this
     kernel has besides those of every loss, for the chunk that begins at row `first`."""
@@ -61,13 +49,14 @@ class Loss:
     more: Callable[[Any, int], tuple[dict[str, Any], dict[str, Any]]] = lambda op, first: ({}, {})
 
 
-PLAIN = Loss(row_losses)
+PLAIN, SCORES = Loss(row_losses), Loss(row_scores)
 SOFTCAPPED = Loss(softcap.softcap_row_losses, lambda op, first: (softcap.position_operands(op, first), softcap.constants_of(op)))
 
 
-def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
-    """Launch the head and its loss. For each chunk of tokens: logits = x weight^T, the loss of each row and, with `gradients`,
-    dlogits in place of the logits, dx = dlogits weight, and dweight += dlogits^T x. At the end the losses are summed."""
+def lower_head(c: Lowering, loss: Loss, *, gradients: bool) -> None:
+    """Plan the classifier head and its loss. For each chunk of tokens: logits = x weight^T into scratch (tokens, V), the loss of
+    each row and, with `gradients`, dlogits in place of the logits, dx = dlogits weight, and dweight += dlogits^T x. At the end the
+    losses are summed; SCORES instead writes the loss and the margin (largest logit - target's) of each token."""
     op: Any = c.op
     transposed = op.attrs.get("transposed", False)
     x, rows, matrix = op.x, c.rows(op.x), op.inputs.get("weight")
@@ -76,8 +65,11 @@ def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
     max_tokens = x.size // C
     tokens = min(chunk_tokens(V, itemsize(x.dtype)), max_tokens)
     logits = part(c.scratch("logits", (tokens, V), x.dtype)), x.dtype
-    totals = {"losses": op.loss} | ({"nexts": op.next_loss} if loss is SOFTCAPPED else {})
-    row_values = {name: c.scratch(name, (max_tokens,)) for name in totals}
+    if loss is SCORES:
+        totals, row_values = {}, {"losses": op.losses, "margins": op.margins}
+    else:
+        totals = {"losses": op.loss} | ({"nexts": op.next_loss} if loss is SOFTCAPPED else {})
+        row_values = {name: c.scratch(name, (max_tokens,)) for name in totals}
     weight = append_dequantize(c, op, rows) if matrix is None else weight_operand(matrix)
     to_logits, to_dx = ("nn", "nt") if transposed else ("nt", "nn")
     for first in range(0, max_tokens, tokens):
@@ -85,29 +77,24 @@ def lower(c: Lowering, loss: Loss, *, gradients: bool) -> None:
         sizes = {"rows": chunk, "most": min(tokens, max_tokens - first), "N": N, "K": K}
         x_rows = rows_of(x, first, tokens, C)
         append_gemm(c, to_logits, out=logits, a=x_rows, b=weight, **sizes)
-        bytes_of = {name: part(t, 4 * first, min(4 * (first + tokens), t.nbytes)) for name, t in row_values.items()}
-        operands = {name: (region, "fp32") for name, region in bytes_of.items()}
-        operands |= {"lse": None, "dlogits": logits if gradients else None}
+        operands = {name: rows_of(t, first, tokens, 1) for name, t in row_values.items()}
         operands |= {"logits": logits, "targets": rows_of(op.targets, first, max_tokens, 1)}
-        operands |= {"loss_scale": op.loss_scale if gradients else None}
+        if loss is not SCORES:
+            operands |= {"lse": None, "dlogits": logits if gradients else None}
+            operands |= {"loss_scale": op.loss_scale if gradients else None}
         more, constants = loss.more(op, first)
-        launch_rows(c, loss.rows, operands | more, chunk, V, " ".join([*totals, "dlogits"]), **constants)
+        launch_rows(c, loss.rows, operands | more, chunk, V, " ".join([*row_values, "dlogits"]), **constants)
         if gradients:
             dx_rows = rows_of(op.dx, first, tokens, C)
             append_gemm(c, to_dx, out=dx_rows, a=logits, b=weight, mode=mode(op, "dx"), **sizes)
             dweight_mode = mode(op, "dweight") if first == 0 else MODES["add"]
             left, right = (x_rows, logits) if transposed else (logits, x_rows)
             append_gemm(c, "tn", out=op.dweight, a=left, b=right, mode=dweight_mode, **sizes)
-        skip_if_empty(c, first_call, chunk)
+        for launch in c.launches[first_call:]:
+            if isinstance(launch, Launch):  # a library's GEMM of no tokens is none
+                launch.grid = GridIf(chunk, launch.grid)
     for name, total in totals.items():
         launch_total(c, total, row_values[name], rows)
-
-
-def skip_if_empty(c: Lowering, before: int, chunk: Chunk) -> None:
-    """Give the launches from index `before` on an empty grid in runs in which the chunk is empty."""
-    for launch in c.launches[before:]:
-        if isinstance(launch, Launch):  # a library's GEMM of no tokens is none
-            launch.grid = GridIfTokens(chunk, launch.grid)
 
 
 OPERANDS, CODES = {"weight": PLANES, "targets": "i32"}, {"codes": "u4 i8", "targets": "i32"}
@@ -116,20 +103,7 @@ OPERANDS, CODES = {"weight": PLANES, "targets": "i32"}, {"codes": "u4 i8", "targ
 @lowering("classifier_scores", also=OPERANDS)
 @lowering("quantized_classifier_scores", also=CODES)
 def lower_scores(op: Any, c: Lowering) -> None:
-    """Launch the loss and the margin (largest logit - target's) of each token, without gradients, a chunk of logits at a time."""
-    x, rows, matrix = op.x, c.rows(op.x), op.inputs.get("weight")
-    V, C = (op.columns, int(x.shape[-1])) if matrix is None else (int(n) for n in matrix.shape)
-    max_tokens = x.size // C
-    tokens = min(chunk_tokens(V, itemsize(x.dtype)), max_tokens)
-    logits = part(c.scratch("logits", (tokens, V), x.dtype)), x.dtype
-    weight = append_dequantize(c, op, rows) if matrix is None else weight_operand(matrix)
-    for first in range(0, max_tokens, tokens):
-        chunk, first_call = Chunk(rows, first, tokens), len(c.launches)
-        sizes = {"rows": chunk, "most": min(tokens, max_tokens - first), "N": V, "K": C}
-        append_gemm(c, "nt", out=logits, a=rows_of(x, first, tokens, C), b=weight, **sizes)
-        given = {name: rows_of(getattr(op, name), first, max_tokens, 1) for name in ("losses", "margins", "targets")}
-        launch_rows(c, row_scores, given | {"logits": logits}, chunk, V, "losses margins")
-        skip_if_empty(c, first_call, chunk)
+    lower_head(c, SCORES, gradients=False)
 
 
 LOSSES = {"classifier": PLAIN, "softcapped_classifier": SOFTCAPPED}
@@ -137,10 +111,10 @@ LOSSES = {"classifier": PLAIN, "softcapped_classifier": SOFTCAPPED}
 
 @lowering(*LOSSES, starts="dx dweight", also=OPERANDS | {"loss_scale": "i32"})
 def lower_classifier(op: Any, c: Lowering) -> None:
-    lower(c, LOSSES[op.kernel], gradients=True)
+    lower_head(c, LOSSES[op.kernel], gradients=True)
 
 
 @lowering(*(f"{name}_loss" for name in LOSSES), also=OPERANDS)
 @lowering("quantized_classifier_loss", also=CODES)
 def lower_classifier_loss(op: Any, c: Lowering) -> None:
-    lower(c, LOSSES.get(op.kernel.removesuffix("_loss"), PLAIN), gradients=False)
+    lower_head(c, LOSSES.get(op.kernel.removesuffix("_loss"), PLAIN), gradients=False)

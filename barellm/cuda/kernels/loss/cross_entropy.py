@@ -32,9 +32,8 @@ def columns_of(logits, c, V, VALID, BLOCK):
 
 
 @device
-def joined(top, sums, x):
-    """(running maxima, running sums), (n,) each, of THREAD_COLUMNS columns a thread, after the next columns x (n *
-    THREAD_COLUMNS,): one step of the online softmax."""
+def online_softmax_step(top, sums, x):
+    """(maxima, sums), (n,) each, of THREAD_COLUMNS columns a thread, after the next columns x (n * THREAD_COLUMNS,)."""
     x = tl.reshape(x, (top.shape[0], THREAD_COLUMNS))
     higher = tl.maximum(top, tl.max(x, 1))
     scaled = tl.math.exp2((x - higher[:, None]) * LOG2_E)
@@ -43,19 +42,21 @@ def joined(top, sums, x):
 
 @device
 def max_and_sum(logits, V, VALID, BLOCK, REST):
-    """(maximum of a row, sum of exp(row - maximum)), online. Each THREAD_COLUMNS columns of a thread have a running maximum and sum
-    of their own, so that threads synchronize only after the full blocks and after the rest; a common maximum would need it in every
-    iteration."""
-    FULL: tl.constexpr = VALID // BLOCK * BLOCK
+    """(maximum, sum of exp(x - maximum)), fp32, of the VALID columns of one row of logits (V,): an online softmax in one pass.
+    BLOCK columns at a time, without masks; then the others, REST at a time. BLOCK, REST: powers of two.
+
+    Each THREAD_COLUMNS columns of a thread have a running maximum and sum of their own, so that threads synchronize only after the
+    full blocks and after the rest; a common maximum would need it in every iteration."""
+    FULL: tl.constexpr = VALID // BLOCK * BLOCK  # columns in full blocks
     top, sums = (tl.full((REST // THREAD_COLUMNS,), LOWEST, tl.float32), tl.zeros((REST // THREAD_COLUMNS,), tl.float32))
     for c in range(FULL, VALID, REST):
-        top, sums = joined(top, sums, columns_of(logits, c, V, VALID, REST)[0])
+        top, sums = online_softmax_step(top, sums, columns_of(logits, c, V, VALID, REST)[0])
     highest = tl.max(top, 0)
     total = tl.sum(sums * tl.math.exp2((top - highest) * LOG2_E), 0)
     if FULL > 0:
         top, sums = (tl.full((BLOCK // THREAD_COLUMNS,), LOWEST, tl.float32), tl.zeros((BLOCK // THREAD_COLUMNS,), tl.float32))
         for c in range(0, FULL, BLOCK):
-            top, sums = joined(top, sums, tl.load(logits + c + tl.arange(0, BLOCK)).to(tl.float32))
+            top, sums = online_softmax_step(top, sums, tl.load(logits + c + tl.arange(0, BLOCK)).to(tl.float32))
         higher = tl.maximum(tl.max(top, 0), highest)
         total *= tl.math.exp2((highest - higher) * LOG2_E)
         total += tl.sum(sums * tl.math.exp2((top - higher) * LOG2_E), 0)
@@ -77,12 +78,13 @@ def scale_of(loss_scale):
 
 
 @device
-def write_gradient(dlogits, logits, target, target_logit, lse, loss_scale, scalars, V, VALID, MODE, BLOCK, REST):
-    """Store or add (MODE) one row of dlogits = (softmax - onehot) * inv_targets, times the loss scale if there is one; zero where
-    the target is ignored, and in the padding. `lse`: the row's log-sum-exp; `at_target`: the target's logit. To store, softmax *
-    inv_targets goes everywhere, and then the target's element is corrected: a comparison for each column takes three
-    instructions."""
-    FULL: tl.constexpr = VALID // BLOCK * BLOCK
+def write_row_gradient(dlogits, logits, target, target_logit, lse, loss_scale, scalars, V, VALID, MODE, BLOCK, REST):
+    """dlogits (V,) = (exp(logits - lse) - onehot(target)) * inv_targets, times the loss scale if there is one: one row, stored or
+    added (MODE); zero where the target is ignored (-1), and in the padding from VALID on. lse: the row's log-sum-exp;
+    `target_logit`: logits[target]; `logits` may be what is overwritten. BLOCK, REST: as in max_and_sum.
+
+    To store, softmax * inv_targets goes everywhere, and then the target's element is corrected: comparisons are slow."""
+    FULL: tl.constexpr = VALID // BLOCK * BLOCK  # columns in full blocks
     scale = tl.where(target >= 0, scalar_fp64(scalars, INV_TARGETS).to(tl.float32), 0.0)
     if loss_scale is not None:
         scale *= scale_of(loss_scale)
@@ -106,8 +108,9 @@ def write_gradient(dlogits, logits, target, target_logit, lse, loss_scale, scala
 
 @device
 def row_losses(losses, lse, dlogits, logits, targets, loss_scale, scalars, V, VALID, BLOCK, REST):
-    """One row: its loss, lse - logits[target], zero where the target is ignored; lse and dlogits if they are given. dlogits may
-    alias logits: the target's logit is read before the reduction over the row, so before any thread writes."""
+    """Cross-entropy of one row, a program each: losses[row] = lse - logits[target], zero where the target is ignored; and lse
+    (rows) fp32 and dlogits (rows, V) if they are given. logits (rows, V): what the classifier's GEMM wrote; targets (rows) i32.
+    dlogits may alias logits: the target's logit is read before the reduction over the row, so before any thread writes."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     target = tl.load(targets + row)
@@ -117,7 +120,7 @@ def row_losses(losses, lse, dlogits, logits, targets, loss_scale, scalars, V, VA
     if lse is not None:
         tl.store(lse + row, value)
     if dlogits is not None:
-        write_gradient(
+        write_row_gradient(
             dlogits + row * V, logits, target, target_logit, value, loss_scale, scalars, V, VALID, STORE, BLOCK, REST
         )  # fmt: skip
 
@@ -141,7 +144,7 @@ def row_gradients(dlogits, logits, targets, lse, loss_scale, scalars, V, VALID, 
     logits += row * V
     target, value = tl.load(targets + row), tl.load(lse + row)
     target_logit = tl.load(logits + tl.maximum(target, 0)).to(tl.float32)
-    write_gradient(dlogits + row * V, logits, target, target_logit, value, loss_scale, scalars, V, VALID, MODE, BLOCK, REST)
+    write_row_gradient(dlogits + row * V, logits, target, target_logit, value, loss_scale, scalars, V, VALID, MODE, BLOCK, REST)
 
 
 @device

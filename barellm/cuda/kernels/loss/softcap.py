@@ -1,14 +1,11 @@
 """Cross-entropy of softcapped logits z = SCALE sigmoid((x + SHIFT) / WIDTH) with multi-token prediction (MTP: a row predicts the
-next PREDICT = 1 to 3 tokens, with a run-time weight each), and its gradient. One program does one row. A SCALE of 0 stands for
-logits that are not capped, z = x.
+next PREDICT = 1 to 3 tokens, with a run-time weight each), and its gradient. One program does one row. SCALE 0: not capped, z = x.
 
 Shapes: logits, dlogits (rows, V), of which columns from VALID on are padding; losses, nexts, lse (rows) fp32; targets (rows) i32,
 -1 where ignored. Row r of a launch is row `first` + r of the run, in sequences of `length` rows; `targets` begins at row `first`
-and reaches to the run's end, because the target AHEAD tokens further is that of the row AHEAD rows below. BLOCK, REST: as in
-cross_entropy.py, block sizes of the loops over V.
+and reaches to the run's end, because the target AHEAD tokens further is that of the row AHEAD rows below.
 
-With a cap z is below SCALE, so that exp(z - SCALE) needs no row maximum. An element costs two exponentials and a division a
-pass."""
+With a cap z is below SCALE, so that exp(z - SCALE) needs no row maximum. An element costs two exponentials and a division."""
 
 from math import e, log2
 from typing import Any
@@ -51,7 +48,8 @@ def capped(x, SCALE, SHIFT, WIDTH):
 
 @device
 def softcap_log_sum_exp(logits, V, VALID, SCALE, SHIFT, WIDTH, BLOCK, REST):
-    """log(sum(exp(z))) of one row of logits, over its VALID columns; `logits` points to the row."""
+    """log(sum(exp(z))), fp32, of the capped logits z = SCALE sigmoid((x + SHIFT) / WIDTH) of one row (V,), over its VALID columns,
+    BLOCK at a time: z is below SCALE, so there is no maximum to find. SCALE 0: z = x (cross_entropy.py)."""
     if SCALE == 0.0:
         lse = log_sum_exp(logits, V, VALID, BLOCK, REST)
     else:
@@ -85,13 +83,13 @@ def capped_at(logits, target, AHEAD, PREDICT, SCALE, SHIFT, WIDTH):
 
 
 @device
-def write_gradient(
+def write_softcap_gradient(
     dlogits, logits, lse, t0, w0, t1, w1, t2, w2, loss_scale, scale, scalars, V, VALID, SCALE, SHIFT, WIDTH, PREDICT, MODE, BLOCK
 ):
-    """Store or add (MODE) one row of the gradient, (sum of weights * softmax - weight of the column) * dz/dx * factor: t0, t1, t2
-    are the targets' columns and w0, w1, w2 their weights, other columns have none; padding becomes zero. The factor is inv_targets
-    * loss scale. With a `scale` (1) dlogits are 8-bit codes of the value code * scale * inv_targets, so the factor is 1 / scale.
-    dlogits may alias logits."""
+    """One row of the gradient (V,), stored or added (MODE): dlogits = (sum of weights * softmax(z) - weight of the column) * dz/dx
+    * factor. t0, t1, t2 are the columns of the next tokens (-1: ignored) and w0, w1, w2 their MTP weights; other columns have none,
+    and padding becomes zero. The factor is inv_targets * loss scale; with a `scale` (1) dlogits are 8-bit codes of the value code *
+    scale * inv_targets, so it is 1 / scale. lse: softcap_log_sum_exp of the row. dlogits may alias logits."""
     factor = scalar_fp64(scalars, INV_TARGETS).to(tl.float32)
     if scale is not None:
         factor = 1.0 / tl.load(scale)
@@ -115,9 +113,9 @@ def softcap_row_losses(
     losses, nexts, lse, dlogits, logits, targets, loss_scale, scalars, first, length,
     V, VALID, SCALE, SHIFT, WIDTH, PREDICT, BLOCK, REST,
 ):  # fmt: skip
-    """One row: its loss, the sum of weight (lse - z) over the targets; `nexts`, lse - z of the next token alone; and lse and
-    dlogits if they are given. dlogits may alias logits: the targets' logits are read before the reduction over the row, before any
-    write."""
+    """Softcapped cross-entropy with multi-token prediction of one row, a program each: losses = sum of w_j (lse - z[t_j]) over the
+    next PREDICT tokens t_j with run-time weights w_j; `nexts` = lse - z[t_0], the next token alone; and lse and dlogits if they are
+    given. Operands and shapes: of the module. dlogits may alias logits: the targets' logits are read first."""
     row = tl.program_id(0).to(tl.int64)
     position = (first + row) % length
     logits += row * V
@@ -139,7 +137,7 @@ def softcap_row_losses(
     if lse is not None:
         tl.store(lse + row, value)
     if dlogits is not None:
-        write_gradient(
+        write_softcap_gradient(
             dlogits + row * V, logits, value, t0, w0, t1, w1, t2, w2, loss_scale, None, scalars,
             V, VALID, SCALE, SHIFT, WIDTH, PREDICT, 0, BLOCK,
         )  # fmt: skip
@@ -150,14 +148,14 @@ def softcap_row_gradients(
     dlogits, logits, targets, lse, loss_scale, scale, scalars, first, length,
     V, VALID, SCALE, SHIFT, WIDTH, PREDICT, MODE, BLOCK, REST,
 ):  # fmt: skip
-    """Backward pass of one row: store or add (MODE) dlogits, computed from logits, targets and the lse of the forward pass; as
-    8-bit codes if there is a `scale` (1). REST is not needed: all kernels over rows have it (cross_entropy.launch_rows)."""
+    """Backward pass of one row, a program each: dlogits (rows, V) stored or added (MODE), computed from logits, targets and the lse
+    of the forward pass; as 8-bit codes if there is a `scale` (1). REST: not used."""
     row = tl.program_id(0).to(tl.int64)
     position = (first + row) % length
     t0, w0 = target_of(targets, row, position, length, scalars, 0, PREDICT)
     t1, w1 = target_of(targets, row, position, length, scalars, 1, PREDICT)
     t2, w2 = target_of(targets, row, position, length, scalars, 2, PREDICT)
-    write_gradient(
+    write_softcap_gradient(
         dlogits + row * V, logits + row * V, tl.load(lse + row), t0, w0, t1, w1, t2, w2, loss_scale, scale, scalars,
         V, VALID, SCALE, SHIFT, WIDTH, PREDICT, MODE, BLOCK,
     )  # fmt: skip

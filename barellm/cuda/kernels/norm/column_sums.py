@@ -22,8 +22,7 @@ TILE = 2048  # elements that a program of the first stage reads at once of each 
 
 @dataclass(frozen=True)
 class Chunks:
-    """How rows are split into chunks: `per` rows each, the last chunk shorter; at most `most` chunks of at least `least` rows. Its
-    methods are functions of the run's sizes."""
+    """How rows are split into chunks: `per` rows each, the last chunk shorter; at most `most` chunks of at least `least` rows."""
 
     rows: Size
     most: int = MAX_CHUNKS
@@ -42,7 +41,8 @@ class Chunks:
 
 @device
 def bias_grad_partials(partials, dy, rows, per, C, BR, BC):
-    """First stage of dbias: the sums of dy over one chunk of rows. Grid: chunks, blocks of columns."""
+    """First stage of a bias's gradient: partials (chunks, C) fp32 = the sums of dy (rows, C) over chunks of `per` rows; grid:
+    chunks, blocks of BC columns. BR rows at a time: BR, BC (powers of two) and `per` decide the order of the sums, so the bits."""
     begin = tl.program_id(0) * per
     end = tl.minimum(begin + per, rows)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -57,8 +57,9 @@ def bias_grad_partials(partials, dy, rows, per, C, BR, BC):
 
 @device
 def dparams_partials(partials, dy, x, mean, rstd, rows, per, C, BR, BC, COUNT):
-    """First stage of a norm's parameters: over one chunk of rows the sums of dy * n, for dweight, and, if COUNT is 2, of dy, for
-    dbias. n is the normalised row (x - mean) * rstd, or with `mean` None (RMSNorm) x * rstd. Grid: chunks, blocks of columns."""
+    """First stage of the gradients of a norm's parameters: partials (chunks, COUNT, C) fp32 = over chunks of `per` rows the sums of
+    dy * n, for dweight, and, if COUNT is 2, of dy, for dbias. n is the normalised row (x - mean) * rstd, or with `mean` None
+    (RMSNorm) x * rstd; dy, x (rows, C), mean, rstd (rows) fp32 of the forward pass. Grid, BR, BC: as bias_grad_partials."""
     begin = tl.program_id(0) * per
     end = tl.minimum(begin + per, rows)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -84,8 +85,8 @@ def dparams_partials(partials, dy, x, mean, rstd, rows, per, C, BR, BC, COUNT):
 
 @device
 def combine_partials(first, second, third, partials, scalars, chunks, C, STRIDE, BR, BC, MODE_FIRST, MODE_SECOND, MODE_THIRD):
-    """Second stage: up to three results (C), None where there are fewer, as sums over the chunks of partials (chunks, COUNT, C);
-    STRIDE = COUNT * C. Each is stored or added (MODE_...). Grid: blocks of columns, results."""
+    """Second stage: up to three results (C) fp32 (dweight, dbias, ...; None where there are fewer) = the sums over the chunks of
+    partials (chunks, COUNT, C), which the first stage wrote, in order; STRIDE = COUNT * C. Each is stored or added."""
     result = tl.program_id(1)
     column = tl.program_id(0) * BC + tl.arange(0, BC)
     column_in = column < C
@@ -137,8 +138,8 @@ def lower_combine(c: Lowering, partials: Tensor, names: list[str], chunks: Chunk
 def lower_sums(
     c: Lowering, function: DeviceFunction, like: Tensor, operands: dict[str, Any], names: list[str], **constants: Any
 ) -> None:
-    """Launch both stages: the outputs `names` (C) from rows like those of `like` (..., C). `function` is the first stage, with the
-    parameters partials, rows, per, C, BR and BC, besides `operands` and `constants`."""
+    """Plan both stages: the outputs `names` (C) from rows like those of `like` (..., C), through scratch partials. `function` is
+    the first stage, with the parameters partials, rows, per, C, BR and BC, besides `operands` and `constants`."""
     C, rows = int(like.shape[-1]), c.rows(like)
     chunks = Chunks(rows)
     partials = scratch_partials(c, like, len(names), chunks)

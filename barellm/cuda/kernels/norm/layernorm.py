@@ -1,4 +1,4 @@
-"""LayerNorm, and the gradient of RMSNorm, which is LayerNorm's without the mean (`mean` None) and maybe without a weight.
+"""LayerNorm and the gradient of both norms. RMSNorm is LayerNorm without the mean (`mean` None), and maybe without a weight.
 
 Shapes: x, y, b, total, dy, dx (rows, C); weight, bias (C); mean, rstd (rows) fp32. A residual addition may come before the norm:
 its sum `total` = x + b, or x + dropout(b), is normalised and stored. Short rows: a program has BR complete rows of BC >= C columns
@@ -42,8 +42,10 @@ def load_residual_sum(x, b, total, i, mask, row, scalars, seq, stream, THRESHOLD
 
 @device
 def normalised(v, centre, inverse, weight, bias, column, inside):
-    """(v - centre) * inverse * weight + bias (None: 0): v (BR, BC), centre (a mean) and inverse (rstd) (BR,)."""
-    n = (v - centre[:, None]) * inverse[:, None] * tl.load(weight + column, mask=inside, other=0.0)[None, :]
+    """(v - centre) * inverse * weight + bias: v (BR, BC), centre (a mean) and inverse (rstd) (BR,), weight, bias (C) or None."""
+    n = v * inverse[:, None] if centre is None else (v - centre[:, None]) * inverse[:, None]
+    if weight is not None:
+        n *= tl.load(weight + column, mask=inside, other=0.0)[None, :]
     if bias is not None:
         n += tl.load(bias + column, mask=inside, other=0.0)[None, :]
     return n
@@ -51,57 +53,70 @@ def normalised(v, centre, inverse, weight, bias, column, inside):
 
 @device
 def layernorm(y, mean, rstd, x, b, total, weight, bias, scalars, rows, seq, stream, C, EPS, BR, BC, THRESHOLD, SCALE):
-    """y, mean and rstd of BR short rows, each read once. The variance is that of shifted data: a rough mean is subtracted before
-    anything is squared, and its error afterwards: E[x^2] - E[x]^2 loses all digits when |mean| is 3000 times the deviation, this
-    form never does."""
+    """y = (x - mean) rstd weight + bias of BR complete rows, each read once, in registers; of x (rows, C) or of the residual sum
+    x + b or x + dropout(b), which is written to `total`. Writes y (rows, C), mean and rstd (rows) fp32, for the backward pass.
+    RMSNorm (`mean` None): y = x rstd weight. Grid: blocks of BR rows; BC >= C; both are powers of two.
+
+    The variance is that of shifted data: a rough mean is subtracted before anything is squared, and its error afterwards: E[x^2] -
+    E[x]^2 loses all digits when |mean| is 3000 times the deviation, this form never does."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.arange(0, BC)
     live, inside = row < rows, column < C
     mask = live[:, None] & inside[None, :]
     i = row[:, None] * C + column[None, :]
     v = load_residual_sum(x, b, total, i, mask, row, scalars, seq, stream, THRESHOLD, SCALE, BR, BC)
-    rough = tl.sum(v, 1) / C
-    d = tl.where(mask, v - rough[:, None], 0.0)
-    offset, square = tl.sum(d, 1) / C, tl.sum(d * d, 1) / C
-    inverse = 1.0 / tl.sqrt(tl.maximum(square - offset * offset, 0.0) + EPS)
-    tl.store(mean + row, rough + offset, mask=live)
+    if mean is None:
+        d, offset, inverse = v, None, 1.0 / tl.sqrt(tl.sum(v * v, 1) / C + EPS)
+    else:
+        rough = tl.sum(v, 1) / C
+        d = tl.where(mask, v - rough[:, None], 0.0)
+        offset, square = tl.sum(d, 1) / C, tl.sum(d * d, 1) / C
+        inverse = 1.0 / tl.sqrt(tl.maximum(square - offset * offset, 0.0) + EPS)
+        tl.store(mean + row, rough + offset, mask=live)
     tl.store(rstd + row, inverse, mask=live)
     tl.store(y + i, normalised(d, offset, inverse, weight, bias, column, inside), mask=mask)
 
 
 @device
 def layernorm_long(y, mean, rstd, x, b, total, weight, bias, scalars, rows, seq, stream, C, EPS, BC):
-    """y, mean and rstd of one long row, read three times: for the rough mean, for the shifted variance, for y."""
+    """`layernorm` of one row that registers do not hold, a program each, in blocks of BC columns (a power of two), without dropout.
+    The row is read three times: for the rough mean, for the shifted variance, for y; by RMSNorm (`mean` None) twice."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     base = row[:, None] * C
     sums = tl.zeros((1, BC), tl.float32)
     for first in range(0, C, BC):
         column = first + tl.arange(0, BC)
-        sums += load_residual_sum(
-            x, b, total, base + column[None, :], (column < C)[None, :], row, scalars, seq, stream, None, None, 1, BC
-        )
+        i, mask = base + column[None, :], (column < C)[None, :]
+        v = load_residual_sum(x, b, total, i, mask, row, scalars, seq, stream, None, None, 1, BC)
+        sums += v * v if mean is None else v
     if b is not None:
         tl.debug_barrier()  # other threads may read what this one stored
         x = total
-    rough = tl.sum(sums, 1) / C
-    sums, squares = tl.zeros((1, BC), tl.float32), tl.zeros((1, BC), tl.float32)
-    for first in range(0, C, BC):
-        column = first + tl.arange(0, BC)
-        mask = (column < C)[None, :]
-        v = tl.load(x + base + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        d = tl.where(mask, v - rough[:, None], 0.0)
-        sums += d
-        squares += d * d
-    offset = tl.sum(sums, 1) / C
-    inverse = 1.0 / tl.sqrt(tl.maximum(tl.sum(squares, 1) / C - offset * offset, 0.0) + EPS)
-    centre = rough + offset
-    tl.store(mean + row, centre)
+    offset = None
+    if mean is None:
+        inverse = 1.0 / tl.sqrt(tl.sum(sums, 1) / C + EPS)
+    else:
+        rough = tl.sum(sums, 1) / C
+        sums, squares = tl.zeros((1, BC), tl.float32), tl.zeros((1, BC), tl.float32)
+        for first in range(0, C, BC):
+            column = first + tl.arange(0, BC)
+            mask = (column < C)[None, :]
+            v = tl.load(x + base + column[None, :], mask=mask, other=0.0).to(tl.float32)
+            d = tl.where(mask, v - rough[:, None], 0.0)
+            sums += d
+            squares += d * d
+        offset = tl.sum(sums, 1) / C
+        inverse = 1.0 / tl.sqrt(tl.maximum(tl.sum(squares, 1) / C - offset * offset, 0.0) + EPS)
+        centre = rough + offset
+        tl.store(mean + row, centre)
     tl.store(rstd + row, inverse)
     for first in range(0, C, BC):
         column = first + tl.arange(0, BC)
         inside = column < C
         i = base + column[None, :]
-        v = tl.load(x + i, mask=inside[None, :], other=0.0).to(tl.float32) - rough[:, None]
+        v = tl.load(x + i, mask=inside[None, :], other=0.0).to(tl.float32)
+        if mean is not None:
+            v -= rough[:, None]
         tl.store(y + i, normalised(v, offset, inverse, weight, bias, column, inside), mask=inside[None, :])
 
 
@@ -136,7 +151,8 @@ def offset_of(mean, dn, C):
 
 @device
 def layernorm_dx(dx, dy, x, weight, mean, rstd, scalars, rows, C, BR, BC, MODE):
-    """dx = rstd (dn - mean(dn) - n mean(dn n)) of BR short rows; for an RMSNorm without mean(dn). Stored or added (MODE)."""
+    """dx = rstd (dn - mean(dn) - n mean(dn n)) of BR short rows, with n = (x - mean) rstd and dn = dy weight; RMSNorm: no
+    mean(dn)."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.arange(0, BC)
     live, inside = row < rows, column < C
@@ -144,13 +160,14 @@ def layernorm_dx(dx, dy, x, weight, mean, rstd, scalars, rows, C, BR, BC, MODE):
     i = row[:, None] * C + column[None, :]
     centre, inverse = statistics(mean, rstd, row, live)
     _, dn, n = load_factors(dy, x, weight, i, column, mask, inside, centre, inverse)
-    a, p = offset_of(mean, dn, C), tl.sum(dn * n, 1) / C
+    a, p = offset_of(mean, dn, C), tl.sum(dn * n, 1) / C  # mean(dn), mean(dn n)
     store_or_add(dx + i, mask, inverse[:, None] * (dn - a[:, None] - n * p[:, None]), scalars, MODE)
 
 
 @device
 def layernorm_dx_long(dx, dy, x, weight, mean, rstd, scalars, rows, C, BC, MODE):
-    """dx of one long row, stored or added (MODE); the row is read twice, in blocks: for the two means, then for dx."""
+    """`layernorm_dx` of one row (rows, C) that registers do not hold, a program each, in blocks of BC columns (a power of two): dx
+    = rstd (dn - mean(dn) - n mean(dn n)), stored or added (MODE). dy is the gradient of y, x, mean, rstd: of the forward pass."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     base = row[:, None] * C
     centre, inverse = statistics(mean, rstd, row, row < rows)
@@ -161,7 +178,7 @@ def layernorm_dx_long(dx, dy, x, weight, mean, rstd, scalars, rows, C, BC, MODE)
         _, dn, n = load_factors(dy, x, weight, base + column[None, :], column, inside[None, :], inside, centre, inverse)
         sums += dn
         dot_products += dn * n
-    a, p = offset_of(mean, sums, C), tl.sum(dot_products, 1) / C
+    a, p = offset_of(mean, sums, C), tl.sum(dot_products, 1) / C  # mean(dn), mean(dn n)
     for first in range(0, C, BC):
         column = first + tl.arange(0, BC)
         inside = column < C
@@ -174,8 +191,8 @@ def launch_rows(
     c: Lowering, like: Tensor, short: Any, long: Any, operands: dict[str, Any],
     *, writes: str = "", thread: int = THREAD, times: int = 1, **constants: Any,
 ) -> None:  # fmt: skip
-    """Launch the kernel `short` over blocks of complete rows (..., C) of `like`, or `long`, a program a row, where C is more than
-    `times` * IN_REGISTERS columns. `thread`: elements of a row that a thread holds, more where 32 warps are not enough."""
+    """Plan one launch: of the kernel `short` over blocks of complete rows (..., C) of `like`, or of `long`, a program a row, where
+    C is more than `times` * IN_REGISTERS columns. `thread`: elements of a row that a thread holds, more if 32 warps are too few."""
     C, rows = int(like.shape[-1]), c.rows(like)
     if times * IN_REGISTERS < C:
         if "THRESHOLD" in constants:

@@ -23,10 +23,13 @@ def layernorm_backward(
     dx, narrow, partials, dy, x, weight, mean, rstd, scalars, rows, per, seq, stream,
     C, BR, BC, MODE, DBIAS, DX_SUM, THRESHOLD, SCALE, STAGES,
 ):  # fmt: skip
-    """A program takes one chunk of `per` rows, BR at a time, with loads of the next ones in flight (STAGES). It stores or adds dx
-    (MODE), stores `narrow`, and sums its part of dweight, of dbias (if DBIAS) and of the next op's bias gradient (if DX_SUM), the
-    sum of `narrow`. An RMSNorm has no `mean`, and maybe no `weight`: then there are no `partials`. THRESHOLD, SCALE: dropout's, or
-    None."""
+    """dx = rstd (dn - mean(dn) - n mean(dn n)), with n = (x - mean) rstd and dn = dy weight, and the column sums that gradients of
+    parameters need. A program takes one chunk of `per` rows, BR at a time, with loads of the next ones in flight (STAGES).
+
+    It reads dy (rows, C), x, mean and rstd of the forward pass; stores or adds dx (MODE), stores `narrow`, and sums its part of
+    dweight = sum dy n, of dbias = sum dy (if DBIAS) and of the next op's bias gradient, the sum of `narrow` (if DX_SUM), into
+    partials (chunks, COUNT, C). An RMSNorm has no `mean`, and maybe no `weight`: then there are no `partials`. THRESHOLD, SCALE:
+    dropout's, or None. BC >= C; BR and BC are powers of two and decide, with `per`, the bits of the sums."""
     begin = tl.program_id(0) * per
     end = tl.minimum(begin + per, rows)
     column = tl.arange(0, BC)
@@ -39,7 +42,7 @@ def layernorm_backward(
         i = row[:, None] * C + column[None, :]
         centre, inverse = statistics(mean, rstd, row, live)
         g, dn, n = load_factors(dy, x, weight, i, column, mask, inside, centre, inverse)
-        a, p = offset_of(mean, dn, C), tl.sum(dn * n, 1) / C
+        a, p = offset_of(mean, dn, C), tl.sum(dn * n, 1) / C  # mean(dn), mean(dn n)
         if partials is not None:
             dweight_sums += tl.sum(g * n, 0)
         if DBIAS:
@@ -67,7 +70,8 @@ def layernorm_backward(
 @lowering("rmsnorm_backward", adds="dx", starts="dweight")
 @lowering("layernorm_backward", adds="dx", starts="dweight dbias dx_sum")
 def lower_layernorm_backward(op: Any, c: Lowering) -> None:
-    """Launch one pass over the rows, which leaves column sums of chunks, then their second stage (column_sums.py)."""
+    """Plan two launches: one pass over the rows, which leaves column sums of chunks in scratch, and their second stage
+    (column_sums.py) into dweight, dbias and dx_sum, those of them that an op reads."""
     C, rows = int(op.x.shape[-1]), c.rows(op.x)
     names = outputs_read(op, "dweight", "dbias", "dx_sum")
     chunks = Chunks(rows, MAX_CHUNKS, MIN_ROWS)

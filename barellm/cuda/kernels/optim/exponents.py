@@ -20,33 +20,35 @@ BINS, NOT_FINITE = constant(op_module.BINS), constant(op_module.NOT_FINITE)
 
 @device
 def exponent_stats(counts, sums, x, units, blocks, UNIT, BLOCK):
-    """Partial counts and sums of `blocks` blocks of BLOCK elements for each program. Infinities and NaN, whose field is NOT_FINITE,
-    are counted but not summed."""
+    """A histogram of the exponent fields of x (n elements, any float dtype, as fp32), and sums: each program writes those of its
+    `blocks` blocks of BLOCK elements, counts (programs, BINS) i32 and sums (programs, 4) fp32: of x, |x|, x^2, and max |x|.
+    Infinities and NaN, whose field is NOT_FINITE, are counted but not summed. BLOCK: a power of two."""
     program = tl.program_id(0).to(tl.int64)
     n = units.to(tl.int64) * UNIT
     count = tl.zeros((BINS,), tl.int32)
-    total, size, square, largest = 0.0, 0.0, 0.0, 0.0
+    total, absolute, square, largest = 0.0, 0.0, 0.0, 0.0
     for block in range(blocks):
         i = (program * blocks + block) * BLOCK + tl.arange(0, BLOCK)
         v = tl.load(x + i, mask=i < n, other=0.0).to(tl.float32)
-        e = (v.to(tl.int32, bitcast=True) >> 23) & NOT_FINITE
-        count += tl.histogram(e, BINS, mask=i < n)
-        v = tl.where(e < NOT_FINITE, v, 0.0)
+        exponent = (v.to(tl.int32, bitcast=True) >> 23) & NOT_FINITE  # the 8 bits above fp32's mantissa
+        count += tl.histogram(exponent, BINS, mask=i < n)
+        v = tl.where(exponent < NOT_FINITE, v, 0.0)
         a = tl.abs(v)
         total += tl.sum(v, 0)
-        size += tl.sum(a, 0)
+        absolute += tl.sum(a, 0)
         square += tl.sum(v * v, 0)
         largest = tl.maximum(largest, tl.max(a, 0))
     tl.store(counts + program * BINS + tl.arange(0, BINS), count)
     tl.store(sums + program * 4, total)
-    tl.store(sums + program * 4 + 1, size)
+    tl.store(sums + program * 4 + 1, absolute)
     tl.store(sums + program * 4 + 2, square)
     tl.store(sums + program * 4 + 3, largest)
 
 
 @device
 def combine_exponent_stats(counts, sums, partial_counts, partial_sums, programs, ROWS):
-    """counts and sums = the sums over all programs' results, in order (of the largest their maximum), in one program."""
+    """counts (BINS) i32 and sums (4) fp32 = the sums over what exponent_stats' programs wrote, partial_counts (programs, BINS) and
+    partial_sums (programs, 4), in order (of max |x| the maximum): one program, ROWS of them at a time."""
     column, field = tl.arange(0, BINS), tl.arange(0, 4)
     count, total, largest = tl.zeros((BINS,), tl.int32), tl.zeros((4,), tl.float64), tl.zeros((4,), tl.float32)
     for first in range(0, programs, ROWS):
@@ -62,7 +64,7 @@ def combine_exponent_stats(counts, sums, partial_counts, partial_sums, programs,
 
 @lowering("exponent_stats", "measure", also={"x": PLANES, "counts": "i32"}, views="counts sums")
 def lower_exponent_stats(op: Any, c: Lowering) -> None:
-    """Partial results of up to PROGRAMS programs, then their sum. The outputs may be columns of one tensor."""
+    """Plan two launches: partial results of up to PROGRAMS programs into scratch, then their sum."""
     unit = unit_of(op.x)
     units = Count(tuple(d.name for d in op.x.dims), op.x.width // unit)
 

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from barellm.cuda.kernel import POINTER
+from barellm.cuda.kernel import POINTER, Lowering, Table
 from barellm.cuda.kernels.common import pow2
-from barellm.cuda.lang import device, tl
+from barellm.cuda.lang import DeviceFunction, device, tl
 from barellm.program.tensor import Tensor
 from barellm.runtime.lowering import Region, part, share
 
 
 @device
 def find_entry(table, ENTRIES, WIDE):
-    """(entry, index of this program among the programs of that entry). WIDE: ENTRIES padded to a power of two."""
+    """(entry, index of this program among the programs of that entry), i64. WIDE: ENTRIES padded to a power of two."""
     j = tl.arange(0, WIDE)
     first = tl.load(table + j, mask=j < ENTRIES, other=0x7FFFFFFF)
     program = tl.program_id(0).to(tl.int64)
@@ -72,6 +72,20 @@ def first_programs(counts: Iterable[int]) -> tuple[list[int], int]:
 def entry_constants(entries: int) -> dict[str, int]:
     """The constants of `find_entry`."""
     return {"ENTRIES": entries, "WIDE": pow2(entries)}
+
+
+def launch_multi_tensor(
+    c: Lowering, function: DeviceFunction, fields: Sequence[str], programs_of: Iterable[int], columns: dict[str, Any],
+    constants: dict[str, Any], *, writes: str, operands: dict[str, Any] | None = None, warps: int = 4, blocks: int = 1,
+) -> None:  # fmt: skip
+    """Plan one launch of `function` over the entries of a table with these `fields`: "first" and the given `columns`, of which
+    `writes` names those that are written. programs_of: how many programs each entry has, axis 0 of the grid; `blocks`: axis 1;
+    `operands`, `constants`: those besides the table, ENTRIES and WIDE."""
+    firsts, programs = first_programs(programs_of)
+    columns = {"first": ("i64", firsts), **columns}
+    table = Table({name: columns[name] for name in fields}, writes=tuple(writes.split()))
+    constants = {**entry_constants(len(firsts)), **constants}
+    c.launch(function, {"table": table, **(operands or {})}, constants, grid=lambda s: (programs, blocks), writes="", warps=warps)
 
 
 def of_matrices(group: Sequence[Any], operands: Iterable[Any]) -> tuple[str, list[Region]]:

@@ -7,14 +7,13 @@ ENTRIES, WIDE: `entry_constants`. HALF, FP16: the dtype of u and x (`matrix_cons
 
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, Table, lowering
+from barellm.cuda.kernel import Lowering, lowering
 from barellm.cuda.kernels.common import BLOCK, MOMENTUM, matrix_unit, scalar_fp64
 from barellm.cuda.kernels.optim.multi_tensor import (
     aligned_pointer,
-    entry_constants,
     find_entry,
-    first_programs,
     integer,
+    launch_multi_tensor,
     matrix_constants,
     matrix_pointer,
     number,
@@ -45,8 +44,9 @@ TINY = constant(LEAST)
 @device
 def muon_momentum(table, clip, scalars, ENTRIES, WIDE, UNIT, CHUNK, BLOCK, NESTEROV, HALF, FP16):
     """m = momentum m + (1 - momentum) g, g being the clipped gradient; u = the new m, or where NESTEROV momentum m + (1 - momentum)
-    g once more; partials = sums of u^2, one for each CHUNK, which a program does. If the gradient's norm is not finite, m stays and
-    u is zero."""
+    g once more; partials (chunks) fp32 = sums of u^2, for muon_normalize. A program does one CHUNK of a matrix, an entry of the
+    table (MOMENTUM_FIELDS): grad and m (n) fp32, u of the dtype of HALF, FP16. If the gradient's norm is not finite (clip[1] is
+    NaN), m stays and u is zero. CHUNK decides the bits of the sums."""
     entry, chunk = find_entry(table, ENTRIES, WIDE)
     n = integer(table, entry, UNITS, ENTRIES) * UNIT
     m = aligned_pointer(table, entry, M, ENTRIES, tl.float32, UNIT)
@@ -57,7 +57,7 @@ def muon_momentum(table, clip, scalars, ENTRIES, WIDE, UNIT, CHUNK, BLOCK, NESTE
     momentum_fp32, grad_factor = momentum.to(tl.float32), ((1.0 - momentum) * scale.to(tl.float64)).to(tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for begin in range(0, CHUNK, BLOCK):
-        i = tl.max_contiguous(chunk * CHUNK + begin + tl.arange(0, BLOCK), 4)
+        i = tl.max_contiguous(chunk * CHUNK + begin + tl.arange(0, BLOCK), 4)  # 16 bytes an access
         mask = i < n
         old, g = tl.load(m + i, mask=mask, other=0.0), tl.load(grad + i, mask=mask, other=0.0) * grad_factor
         new = momentum_fp32 * old + g
@@ -71,25 +71,24 @@ def muon_momentum(table, clip, scalars, ENTRIES, WIDE, UNIT, CHUNK, BLOCK, NESTE
 
 @lowering("muon_momentum")
 def lower_momentum(op: Any, c: Lowering) -> None:
-    """Launch muon_momentum once for a group of ops, with a table entry for each of their matrices."""
+    """Plan one launch of muon_momentum for a group of ops, with a table entry for each of their matrices."""
     group: list[Any] = members(op)
     unit = matrix_unit(group[0], group[0].grad)
-    firsts, programs = first_programs(repeated(group, lambda o: o.chunks(o.grad)))
-    units = repeated(group, lambda o: o.grad.size // o.matrices // unit)
-    fields = {"first": ("i64", firsts), "units": ("i64", units)}
-    fields |= {name: of_matrices(group, (getattr(o, name) for o in group)) for name in MOMENTUM_FIELDS[2:]}
-    table = Table(fields, writes=("m", "u", "partials"))
-    constants = {**entry_constants(len(units)), "UNIT": unit, "CHUNK": CHUNK, "BLOCK": 8 * BLOCK}
-    constants |= {"NESTEROV": bool(op.nesterov), **matrix_constants(group[0].u.dtype)}
-    operands = {"table": table, "clip": group[0].clip}
-    c.launch(muon_momentum, operands, constants, grid=lambda s: (programs,), writes="", warps=16)
+    columns = {"units": ("i64", repeated(group, lambda o: o.grad.size // o.matrices // unit))}
+    columns |= {name: of_matrices(group, (getattr(o, name) for o in group)) for name in MOMENTUM_FIELDS[2:]}
+    constants = {"UNIT": unit, "CHUNK": CHUNK, "BLOCK": 8 * BLOCK, "NESTEROV": bool(op.nesterov)}
+    constants |= matrix_constants(group[0].u.dtype)
+    chunks, operands = repeated(group, lambda o: o.chunks(o.grad)), {"clip": group[0].clip}
+    launch_multi_tensor(
+        c, muon_momentum, MOMENTUM_FIELDS, chunks, columns, constants, writes="m u partials", operands=operands, warps=16
+    )
 
 
 @device
 def muon_normalize(table, ENTRIES, WIDE, UNIT, SPAN, BLOCK, HALF, FP16, SUM_BLOCK):
-    """x = u / (margin |u| + eps), the start of the Newton-Schulz steps, SPAN elements for each program. |u|^2 is the sum of the
-    matrix's partial sums, which each program computes for itself, in the same order: they are few. `margin` > 1 keeps the spectral
-    norm below 1 in spite of rounding."""
+    """x = u / (margin |u| + eps), the start of the Newton-Schulz steps: u and x (n) of the dtype of HALF, FP16. A program does SPAN
+    elements of a matrix, an entry of the table (NORMALIZE_FIELDS). |u|^2 is the sum of the matrix's partial sums (of
+    muon_momentum), which each program adds for itself: they are few. `margin` > 1: for rounding."""
     entry, block = find_entry(table, ENTRIES, WIDE)
     n, count = integer(table, entry, UNITS, ENTRIES) * UNIT, integer(table, entry, COUNT, ENTRIES)
     sums, j = pointer(table, entry, SUMS, ENTRIES, tl.float32, 4), tl.arange(0, SUM_BLOCK)
@@ -97,7 +96,7 @@ def muon_normalize(table, ENTRIES, WIDE, UNIT, SPAN, BLOCK, HALF, FP16, SUM_BLOC
     for begin in range(0, count, SUM_BLOCK):
         total += tl.load(sums + begin + j, mask=begin + j < count, other=0.0).to(tl.float64)
     norm = tl.sqrt(tl.sum(total, 0))
-    factor = 1.0 / (norm * number(table, entry, MARGIN, ENTRIES) + number(table, entry, EPSILON, ENTRIES))
+    factor = 1.0 / (norm * number(table, entry, MARGIN, ENTRIES) + number(table, entry, EPSILON, ENTRIES))  # fp64
     u = matrix_pointer(table, entry, FROM, ENTRIES, UNIT, HALF, FP16)
     x = matrix_pointer(table, entry, TO, ENTRIES, UNIT, HALF, FP16)
     for begin in range(block * SPAN, tl.minimum((block + 1) * SPAN, n), BLOCK):
@@ -108,23 +107,15 @@ def muon_normalize(table, ENTRIES, WIDE, UNIT, SPAN, BLOCK, HALF, FP16, SUM_BLOC
 
 @lowering("muon_normalize")
 def lower_normalize(op: Any, c: Lowering) -> None:
-    """Launch muon_normalize once for a group of ops, with a table entry for each of their matrices."""
+    """Plan one launch of muon_normalize for a group of ops, with a table entry for each of their matrices."""
     group: list[Any] = members(op)
     unit = matrix_unit(group[0], group[0].u)
     sizes = repeated(group, lambda o: o.u.size // o.matrices)
-    firsts, programs = first_programs(ceil_div(n, SPAN) for n in sizes)
-    fields = {"first": ("i64", firsts), "units": ("i64", [n // unit for n in sizes])}
-    fields |= {name: of_matrices(group, (getattr(o, name) for o in group)) for name in ("x", "u", "partials")}
-    fields |= {"count": ("i64", repeated(group, lambda o: o.chunks(o.u)))}
-    fields |= {"margin": ("fp64", repeated(group, lambda o: float(o.margin)))}
-    fields |= {"eps": ("fp64", repeated(group, lambda o: float(o.eps)))}
-    constants = {**entry_constants(len(sizes)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK}
-    constants |= {**matrix_constants(group[0].u.dtype), "SUM_BLOCK": 64}
-    table = Table(fields, writes=("x",))
-    c.launch(muon_normalize, {"table": table}, constants, grid=lambda s: (programs,), writes="")
-
-
-# --- NorMuon ---
+    columns = {name: of_matrices(group, (getattr(o, name) for o in group)) for name in ("x", "u", "partials")}
+    columns |= {"units": ("i64", [n // unit for n in sizes]), "count": ("i64", repeated(group, lambda o: o.chunks(o.u)))}
+    columns |= {name: ("fp64", repeated(group, lambda o, name=name: float(getattr(o, name)))) for name in ("margin", "eps")}
+    constants = {"UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK, **matrix_constants(group[0].u.dtype), "SUM_BLOCK": 64}
+    launch_multi_tensor(c, muon_normalize, NORMALIZE_FIELDS, (ceil_div(n, SPAN) for n in sizes), columns, constants, writes="x")
 
 
 @device
@@ -142,8 +133,8 @@ def row_means(means, x, rows, C, BR, BC):
 
 @device
 def column_means(means, x, rows, C, BR, BC):
-    """means (C) = the mean of the squares of each column of x (rows, C). A program does BC columns, in blocks of BR rows; axis 1 of
-    the grid is the matrix of a bank."""
+    """means (C) fp32 = the mean of the squares of each column of x (rows, C), Muon's orthogonal matrix. A program does BC columns
+    of one matrix of a bank (axis 1 of the grid), BR rows at a time; BR and BC, powers of two, decide the order of the sums."""
     column = tl.program_id(0) * BC + tl.arange(0, BC)
     means += tl.program_id(1) * C
     x += tl.program_id(1).to(tl.int64) * rows * C
@@ -158,9 +149,11 @@ def column_means(means, x, rows, C, BR, BC):
 
 @device
 def scales_of_means(second, scales, means, clip, n, EACH, BETA2, BLOCK):
-    """NorMuon's factors of the rows (or columns): second (n) = BETA2 second + (1 - BETA2) means; scales (n) = ratio / sqrt(second),
-    where the ratio is such that the scaled x has the norm of x. `means` (n): the mean squares of EACH elements. One program does a
-    matrix of a bank. If the gradient's norm is not finite, `second` stays."""
+    """NorMuon's factors of the n rows (or columns) of a matrix: second = BETA2 second + (1 - BETA2) means, scales = ratio /
+    sqrt(second), where the ratio is such that the scaled x has the norm of x. All (n) fp32; a program for each matrix.
+
+    `means`: of the squares of EACH elements, of row_means or column_means; `second` is updated in place, and stays if the
+    gradient's norm is not finite (clip[1] is NaN); muon_update reads `scales`."""
     second += tl.program_id(0) * n
     scales += tl.program_id(0) * n
     means += tl.program_id(0) * n
@@ -175,7 +168,7 @@ def scales_of_means(second, scales, means, clip, n, EACH, BETA2, BLOCK):
         tl.store(second + first + j, new, mask=mask)
         sum_before += mean.to(tl.float64)
         sum_after += mean.to(tl.float64) * inv_root.to(tl.float64) * inv_root.to(tl.float64)
-    norm, scaled = tl.sqrt(tl.sum(sum_before, 0) * EACH), tl.sqrt(tl.sum(sum_after, 0) * EACH)
+    norm, scaled = tl.sqrt(tl.sum(sum_before, 0) * EACH), tl.sqrt(tl.sum(sum_after, 0) * EACH)  # of x, before and after
     ratio = (norm / tl.maximum(scaled, TINY)).to(tl.float32)
     tl.debug_barrier()  # the second loop loads what other threads stored
     for first in range(0, n, BLOCK):
@@ -186,7 +179,7 @@ def scales_of_means(second, scales, means, clip, n, EACH, BETA2, BLOCK):
 
 @lowering("normuon_scales")
 def lower_scales(op: Any, c: Lowering) -> None:
-    """Launch the means of squares of the rows of x, or of the columns of a wide x, then the factors from them."""
+    """Plan two launches: the means of squares of the rows of x, or of the columns of a wide x, into scratch, then the factors."""
     rows, C = op.one(op.x)
     means = c.scratch("means", op.second.shape)
     operands, wide = {"means": means, "x": op.x}, rows < C
@@ -202,15 +195,14 @@ def lower_scales(op: Any, c: Lowering) -> None:
     c.launch(scales_of_means, operands, constants, grid=lambda s: (op.matrices,), writes="second scales")
 
 
-# --- the weight ---
-
-
 @device
 def muon_update(table, clip, scalars, ENTRIES, WIDE, UNIT, SPAN, BLOCK, FORMAT, HALF, FP16, RATE, SCALED, CAUTIOUS, SQUARED):
     """param = p - decay p - update, update = size x, size = lr * scale, decay = lr * weight decay (times size if SQUARED), where lr
-    is the scalar number RATE times lr_scale; in one pass, SPAN elements for each program. SCALED: x is multiplied by NorMuon's
-    factor of its "rows" or "columns", or "" by none. CAUTIOUS: an element decays only where its update has the weight's sign, so
-    that both make it smaller."""
+    is the scalar number RATE times lr_scale; in one pass, SPAN elements of a matrix (an entry: UPDATE_FIELDS) a program.
+
+    x (n): the orthogonalized momentum, of gram_apply, dtype as HALF, FP16 say; param, lo: planes of the weight, FORMAT
+    (storage.py). SCALED: x is multiplied by NorMuon's factor of its "rows" or "columns" (scales_of_means), or "" by none. CAUTIOUS:
+    an element decays only where its update has the weight's sign, so that both make it smaller."""
     norm_factor = tl.load(clip + 1)
     if norm_factor == norm_factor:  # NaN says that the gradient's norm is not finite: nothing changes
         entry, block = find_entry(table, ENTRIES, WIDE)
@@ -242,29 +234,27 @@ def muon_update(table, clip, scalars, ENTRIES, WIDE, UNIT, SPAN, BLOCK, FORMAT, 
 
 @lowering("muon_update", also={"param": PLANES})
 def lower_update(op: Any, c: Lowering) -> None:
-    """Launch muon_update once for a group of ops with equal weight formats, a table entry for each matrix."""
+    """Plan one launch of muon_update for a group of ops with equal weight formats, a table entry for each matrix."""
     group: list[Any] = members(op)
     param = group[0].outputs["param"]
     unit = matrix_unit(group[0], param)
     sizes = repeated(group, lambda o: o.x.size // o.matrices)
-    firsts, programs = first_programs(ceil_div(n, SPAN) for n in sizes)
     scaled = group[0].scales is not None
     rows, cols = group[0].one(group[0].x)
     planes = [weight_operands("param", o.outputs["param"]) for o in group]
     lo = of_matrices(group, (p["param_lo"] for p in planes)) if planes[0]["param_lo"] else ("i64", [0] * len(sizes))
     columns = {
-        "first": ("i64", firsts), "units": ("i64", [n // unit for n in sizes]),
+        "units": ("i64", [n // unit for n in sizes]),
         "param": of_matrices(group, (p["param"] for p in planes)), "lo": lo, "x": of_matrices(group, (o.x for o in group)),
         "scales": of_matrices(group, (o.scales for o in group)) if scaled else ("i64", [0] * len(sizes)),
-        "scale": ("fp64", repeated(group, lambda o: float(o.scale))),
-        "lr_scale": ("fp64", repeated(group, lambda o: float(o.lr_scale))),
+        **{name: ("fp64", repeated(group, lambda o, name=name: float(getattr(o, name)))) for name in ("scale", "lr_scale")},
         "decay": ("fp64", repeated(group, lambda o: float(o.weight_decay))),
         "cols": ("i64", repeated(group, lambda o: int(o.x.shape[1]))),
     }  # fmt: skip
     constants = {
-        **entry_constants(len(sizes)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK, **weight_constants(param),
+        "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK, **weight_constants(param),
         **matrix_constants(group[0].x.dtype), "CAUTIOUS": bool(group[0].cautious), "SQUARED": group[0].squared or None,
         "RATE": SCALARS[group[0].rate].index, "SCALED": ("columns" if rows < cols else "rows") if scaled else "",
     }  # fmt: skip
-    table = Table({name: columns[name] for name in UPDATE_FIELDS}, writes=("param", "lo"))
-    c.launch(muon_update, {"table": table, "clip": group[0].clip}, constants, grid=lambda s: (programs,), writes="")
+    spans, operands = (ceil_div(n, SPAN) for n in sizes), {"clip": group[0].clip}
+    launch_multi_tensor(c, muon_update, UPDATE_FIELDS, spans, columns, constants, writes="param lo", operands=operands)

@@ -1,7 +1,6 @@
 """Global gradient norm, clipping and AdamW, each for all parameters in one launch, by a table with the fields below
 (multi_tensor.py). Shapes: grad, param, m, v flat, n = units * UNIT elements each; partials (chunks); clip (2) = [norm, factor that
-clips], whose factor is NaN if the norm is not finite: then the step changes nothing. ENTRIES, WIDE: `entry_constants`. SPAN:
-elements of a program."""
+clips], whose factor is NaN if the norm is not finite: then the step changes nothing. ENTRIES, WIDE: `entry_constants`."""
 
 from math import log2
 from typing import Any
@@ -9,7 +8,15 @@ from typing import Any
 from barellm.cuda.kernel import COUNTER, Lowering, Table, lowering
 from barellm.cuda.kernels.common import BLOCK, LR, STEP, scalar_fp64, unit_of
 from barellm.cuda.kernels.loss.cross_entropy import scale_of
-from barellm.cuda.kernels.optim.multi_tensor import column, entry_constants, find_entry, first_programs, integer, number, pointer
+from barellm.cuda.kernels.optim.multi_tensor import (
+    column,
+    entry_constants,
+    find_entry,
+    integer,
+    launch_multi_tensor,
+    number,
+    pointer,
+)
 from barellm.cuda.kernels.pointwise.random import sample_key, shared_words
 from barellm.cuda.kernels.single_pass_reduction import is_last_program
 from barellm.cuda.kernels.storage import (
@@ -46,8 +53,8 @@ PARAM, LO, M, V, GRAD, WEIGHT_DECAY, STREAM, ORIGIN = (constant(UPDATE_FIELDS.in
 
 @device
 def sum_squares(table, ENTRIES, WIDE, UNIT, CHUNK, BLOCK):
-    """partials = the sum of squares of each CHUNK of each tensor x, one program for each chunk. A small matrix has few chunks, so
-    BLOCK is large: each program needs many loads in flight."""
+    """partials (chunks) fp32 = the sums of squares of the CHUNKs of each tensor x (n), fp32 gradients, a program for each chunk of
+    each table entry (SUM_FIELDS). A small matrix has few chunks, so BLOCK is large: each program needs many loads in flight."""
     entry, chunk = find_entry(table, ENTRIES, WIDE)
     n = integer(table, entry, UNITS, ENTRIES) * UNIT
     x = pointer(table, entry, X, ENTRIES, tl.float32, 16)
@@ -61,34 +68,30 @@ def sum_squares(table, ENTRIES, WIDE, UNIT, CHUNK, BLOCK):
 
 @lowering("sum_squares", floats="fp32", spans="x partials")
 def lower_sum_squares(op: Any, c: Lowering) -> None:
-    """Launch sum_squares once for a group of gradients."""
+    """Plan one launch of sum_squares for a group of gradients."""
     sums: list[Any] = members(op)
     unit = unit_of(sums[0].x)
-    firsts, programs = first_programs(ceil_div(s.x.size, CHUNK) for s in sums)
-    columns = {"first": ("i64", firsts), "units": ("i64", [s.x.size // unit for s in sums])}
+    columns = {"units": ("i64", [s.x.size // unit for s in sums])}
     columns |= {name: ("*fp32", [part(getattr(s, name)) for s in sums]) for name in ("x", "partials")}
-    c.launch(
-        sum_squares, {"table": Table({name: columns[name] for name in SUM_FIELDS}, writes=("partials",))},
-        {**entry_constants(len(sums)), "UNIT": unit, "CHUNK": CHUNK, "BLOCK": 8192}, grid=lambda s: (programs,),
-        writes="", warps=16,
-    )  # fmt: skip
+    chunks, constants = (ceil_div(s.x.size, CHUNK) for s in sums), {"UNIT": unit, "CHUNK": CHUNK, "BLOCK": 8192}
+    launch_multi_tensor(c, sum_squares, SUM_FIELDS, chunks, columns, constants, writes="partials", warps=16)
 
 
 @device
-def store_sum(total, p, n, BLOCK):
-    """total (1) fp64 = the sum of p (n), in one program."""
-    t = tl.zeros((BLOCK,), tl.float64)
+def store_sum(total, partials, n, BLOCK):
+    """total (1) fp64 = the sum of partials (n) fp32."""
+    sums = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, n, BLOCK):
         i = first + tl.arange(0, BLOCK)
-        t += tl.load(p + i, mask=i < n, other=0.0).to(tl.float64)
-    tl.store(total, tl.sum(t, 0))
+        sums += tl.load(partials + i, mask=i < n, other=0.0).to(tl.float64)
+    tl.store(total, tl.sum(sums, 0))
 
 
 @device
 def clip_scale(clip, skipped, loss_scale, totals, counter, table, LIMIT, ENTRIES, WIDE, BLOCK):
-    """totals (tensors) fp64 = the sum of each tensor's partial sums, a program each. The last program then computes clip (2) =
-    [norm, min(1, LIMIT / norm)], both divided by the loss scale if there is one. A norm that is not finite gives NaN and counts in
-    `skipped`."""
+    """Global gradient norm and clipping: totals (tensors) fp64 = the sum of each tensor's partial sums (of sum_squares), a program
+    each. The last program to arrive then writes clip (2) fp32 = [norm, min(1, LIMIT / norm)], norm = sqrt(sum of totals), both
+    divided by the loss scale if there is one. A norm that is not finite gives NaN and counts in `skipped` (1) i32."""
     j = tl.program_id(0)
     store_sum(totals + j, pointer(table, j, 0, ENTRIES, tl.float32, 16), integer(table, j, 1, ENTRIES), BLOCK)
     if is_last_program(counter):
@@ -108,8 +111,8 @@ def clip_scale(clip, skipped, loss_scale, totals, counter, table, LIMIT, ENTRIES
 
 @device
 def update_scale(scale, totals, counter, table, ENTRIES, WIDE, BLOCK):
-    """totals as in `clip_scale`. The last program then updates `scale` (2) = [its power of two, good steps since it changed]: after
-    GROWTH steps in which their sum is finite it doubles, after one in which it is not it halves."""
+    """Dynamic loss scaling: totals as in `clip_scale`. The last program to arrive then updates scale (2) i32 = [exponent less that
+    of the first scale, good steps in a row]: it doubles after GROWTH steps whose sum is finite, halves after one that is not."""
     j = tl.program_id(0)
     store_sum(totals + j, pointer(table, j, 0, ENTRIES, tl.float32, 16), integer(table, j, 1, ENTRIES), BLOCK)
     if is_last_program(counter):
@@ -147,8 +150,7 @@ def _launch_on_partials(op: Any, c: Lowering, function: Any, operands: dict[str,
 @device
 def step_factors(factors, scalars, LOG_BETA1, LOG_BETA2, LR_SCALE, CAUTIOUS):
     """Compute the step's factors (2) in fp64: [lr / (1 - beta1^step), 1 / sqrt(1 - beta2^step)], the first times sqrt(1 -
-    beta2^step) where CAUTIOUS. LOG_BETA: log2 of a beta. A launch of one program does it: in each thread of the update it took 90
-    fp64 instructions and three calls."""
+    beta2^step) where CAUTIOUS. LOG_BETA: log2 of a beta. A launch of one program does it: it takes 90 instructions."""
     lr, step = scalar_fp64(scalars, LR) * LR_SCALE, tl.load(scalars + STEP).to(tl.float64)
     rate, root = lr / (1.0 - tl.exp2(step * LOG_BETA1)), tl.sqrt(1.0 - tl.exp2(step * LOG_BETA2))
     if CAUTIOUS:
@@ -163,11 +165,14 @@ def adamw(
     ENTRIES, WIDE, UNIT, SPAN, BLOCK, BETA1, BETA2, EPSILON, LR_SCALE, FORMAT, STOCHASTIC, CAUTIOUS, BF16, M_MANTISSA, M_SIGNED,
     V_MANTISSA, V_SIGNED,
 ):  # fmt: skip
-    """AdamW: param = p (1 - lr wd) - lr m^ / (sqrt(v^) + eps), and the moments m and v, in one pass, SPAN elements for each
-    program. `factors`: those of `step_factors`. CAUTIOUS: modded-nanogpt's Adam, whose eps is added before the second bias
-    correction, and whose decay lr^2 wd p applies only where it has the update's sign. Formats: FORMAT, the planes of a weight
-    (storage.py); M_ and V_MANTISSA, _SIGNED, the moments; BF16: the new weight is rounded to bf16. STOCHASTIC: 16-bit moments are
-    rounded stochastically, by the parameter's random stream from element ORIGIN on (a rank's shard begins there)."""
+    """AdamW: param = p (1 - lr wd) - lr m^ / (sqrt(v^) + eps), with m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2 and
+    m^, v^ bias-corrected, for all parameters in one pass; a program has SPAN elements of one entry of the table (UPDATE_FIELDS).
+
+    Reads grad (n) fp32, clip (2) of clip_scale, whose factor multiplies it, and factors (2) of step_factors; updates param, lo, m,
+    v (n) in place. CAUTIOUS: modded-nanogpt's Adam, whose eps is added before the second bias correction, and whose decay lr^2 wd p
+    applies only where it has the update's sign. Formats: FORMAT, the planes of a weight (storage.py); M_ and V_MANTISSA, _SIGNED,
+    the moments; BF16: the new weight is rounded to bf16. STOCHASTIC: 16-bit moments are rounded stochastically, by the parameter's
+    random stream from element ORIGIN on (a rank's shard begins there)."""
     scale = tl.load(clip + 1)
     if scale == scale:  # NaN says that the gradient's norm is not finite: nothing changes
         entry, block = find_entry(table, ENTRIES, WIDE)
@@ -221,14 +226,12 @@ def _log2(beta: float) -> float:
 
 @lowering("adamw", "cautious_adam", floats="fp32", also={"param": PLANES, "m": "e6m9", "v": "ue6m10"}, spans="param grad")
 def lower_update(op: Any, c: Lowering) -> None:
-    """Launch step_factors, then adamw once for a group of parameters with equal formats and hyperparameters."""
+    """Plan two launches: step_factors, and adamw for a group of parameters with equal formats and hyperparameters."""
     updates: list[Any] = members(op)
     cautious = updates[0].name == "cautious_adam"
     params, ms, vs = ([u.outputs[name] for u in updates] for name in ("param", "m", "v"))
     unit = unit_of(params[0])
-    firsts, programs = first_programs(ceil_div(p.size, SPAN) for p in params)
     columns = {
-        "first": ("i64", firsts),
         "units": ("i64", [p.size // unit for p in params]),
         **weight_columns(params),
         "m": column(moment_operand(m) for m in ms),
@@ -246,12 +249,10 @@ def lower_update(op: Any, c: Lowering) -> None:
         grid=lambda s: (1,), writes="factors", warps=1,
     )  # fmt: skip
     constants = both | {
-        **entry_constants(len(updates)), "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK,
+        "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK,
         "BETA1": beta1, "BETA2": beta2, "EPSILON": float(op.eps), **weight_constants(params[0]),
         "STOCHASTIC": updates[0].stream is not None, "BF16": updates[0].bf16,
         **moment_constants("M", ms[0]), **moment_constants("V", vs[0]),
     }  # fmt: skip
-    table = Table({name: columns[name] for name in UPDATE_FIELDS}, writes=("param", "lo", "m", "v"))
-    c.launch(
-        adamw, {"table": table, "clip": updates[0].clip, "factors": factors}, constants, grid=lambda s: (programs,), writes="",
-    )  # fmt: skip
+    spans, operands = (ceil_div(p.size, SPAN) for p in params), {"clip": updates[0].clip, "factors": factors}
+    launch_multi_tensor(c, adamw, UPDATE_FIELDS, spans, columns, constants, writes="param lo m v", operands=operands)

@@ -5,7 +5,7 @@
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering
-from barellm.cuda.kernels.common import INV_TARGETS, flat_indices, kernel, pow2, scalar_fp64
+from barellm.cuda.kernels.common import INV_TARGETS, flat_indices, kernel, one_program, pow2, scalar_fp64
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.optim import scales
@@ -19,7 +19,12 @@ SIZE, INFINITE = constant(0x7FFFFFFF), constant(0x7F800000)
 LARGEST = constant(SUMS.index("max_abs"))
 
 
-@device
+@kernel(
+    "delayed_scale", floats="fp32", constants=lambda op: {
+        "ENTRIES": op.history.size, "BLOCK": pow2(op.history.size), "FIRST_SCALE": float(op.first),
+        "PER_NUMBER": scales.MARGIN / op.largest,
+    },
+)  # fmt: skip
 def delayed_scale(scale, history, ENTRIES, PER_NUMBER, FIRST_SCALE, BLOCK):
     """scale = the largest entry of the history times PER_NUMBER; FIRST_SCALE while all are zero (delayed scaling)."""
     i = tl.arange(0, BLOCK)
@@ -27,7 +32,11 @@ def delayed_scale(scale, history, ENTRIES, PER_NUMBER, FIRST_SCALE, BLOCK):
     tl.store(scale, tl.where(top > 0.0, top * PER_NUMBER, FIRST_SCALE))
 
 
-@device
+@kernel(
+    "remember", floats="fp32", constants=lambda op: {
+        "ENTRIES": op.history.size, "BLOCK": pow2(op.history.size), "PER_TARGET": op.per_target,
+    },
+)  # fmt: skip
 def remember(history, sums, scalars, ENTRIES, PER_TARGET, BLOCK):
     """Shift the history by one entry and put the largest |x| in front. All entries are read before the first is written."""
     i = tl.arange(0, BLOCK)
@@ -41,11 +50,12 @@ def remember(history, sums, scalars, ENTRIES, PER_TARGET, BLOCK):
 
 @device
 def float_bias(bias, sums, scalars, elements, DEVIATING, PER_TARGET):
-    """Update the exponent in bias from the sums of x (`elements`), at steps 0, FIRST, 2 FIRST, 4 FIRST ... LAST, then every LAST
-    steps: the exponent of its largest |x| plus ABOVE or, with DEVIATING, of mean |x| plus DEVIATIONS standard deviations."""
-    exponent_now, number = tl.load(bias), tl.load(bias + 1)
-    count = number.to(tl.int32)
-    doubling = (count >= FIRST) & (count < LAST) & ((count & (count - 1)) == 0)
+    """Update bias (2) fp32 = [exponent of a floating 8-bit format's largest numbers, steps so far] from the sums (4) of x, of which
+    there are `elements` (exponents.py wrote them). The exponent is that of max |x| plus ABOVE or, with DEVIATING, of mean |x| plus
+    DEVIATIONS standard deviations; it changes at steps 0, FIRST, 2 FIRST, 4 FIRST ... LAST, then every LAST steps."""
+    exponent_now, steps = tl.load(bias), tl.load(bias + 1)
+    count = steps.to(tl.int32)
+    doubling = (count >= FIRST) & (count < LAST) & ((count & (count - 1)) == 0)  # a power of two
     due = ((count & (LAST - 1)) == 0) | doubling
     reference = tl.load(sums + LARGEST)
     if DEVIATING:
@@ -60,7 +70,7 @@ def float_bias(bias, sums, scalars, elements, DEVIATING, PER_TARGET):
         exponent += ABOVE
     exponent = tl.maximum(tl.minimum(exponent, FARTHEST), -FARTHEST)
     tl.store(bias, tl.where(due & (reference > 0.0), exponent.to(tl.float32), exponent_now))
-    tl.store(bias + 1, number + 1.0)
+    tl.store(bias + 1, steps + 1.0)
 
 
 @device
@@ -71,9 +81,11 @@ def power(exponent):
 
 @kernel("round_floating", also={"x": PLANES}, constants=lambda op: {"DENORMALS": op.denormals, "PER_TARGET": op.per_target})
 def round_floating(y, x, bias, scalars, units, DENORMALS, PER_TARGET, UNIT, BLOCK):
-    """y = x rounded to a floating format with FRACTION mantissa bits whose largest exponent is bias[0]; larger numbers saturate.
-    Normal numbers are rounded in their bits: half a unit is added, and the lower bits are cut off. DENORMALS: below `least` to a
-    multiple of the denormals' unit, whose fraction is compared with a half (a sum could round); else to zero or `least`."""
+    """y (n) fp32 = x (n) rounded to a floating format with FRACTION mantissa bits whose largest exponent is bias[0] (float_bias);
+    larger numbers saturate. BLOCK elements a program, computed in fp32's bits: sign 1, exponent 8, mantissa 23.
+
+    Normal numbers: half a unit (HALF) is added, and the lower bits are cut off (MASK). DENORMALS: below `least`, the smallest
+    normal number, to a multiple of the denormals' unit, whose fraction is compared with 0.5; else to 0 or `least`."""
     i, mask = flat_indices(units, UNIT, BLOCK)
     value = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
     if PER_TARGET:
@@ -81,6 +93,7 @@ def round_floating(y, x, bias, scalars, units, DENORMALS, PER_TARGET, UNIT, BLOC
         value = tl.math.div_rn(value, tl.full((BLOCK,), 1.0, tl.float32) * targets)
     largest_exponent = tl.load(bias).to(tl.int32)
     unit = largest_exponent - (BELOW + FRACTION)
+    # Bits: of the next power of two less one unit in the last place; of 2^(largest_exponent - BELOW). fp32's exponent bias is 127.
     largest, least = ((largest_exponent + 128) << 23) + MASK, (largest_exponent + (127 - BELOW)) << 23
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & SIZE
@@ -97,26 +110,6 @@ def round_floating(y, x, bias, scalars, units, DENORMALS, PER_TARGET, UNIT, BLOC
     tl.store(y + i, (rounded | (bits & ~SIZE)).to(tl.float32, bitcast=True), mask=mask)
 
 
-def once(sizes: Any) -> tuple[int, ...]:
-    """The grid of one program."""
-    return (1,)
-
-
-@lowering("delayed_scale", floats="fp32")
-def lower_delayed_scale(op: Any, c: Lowering) -> None:
-    entries = op.history.size
-    constants = {"ENTRIES": entries, "BLOCK": pow2(entries), "FIRST_SCALE": float(op.first)}
-    constants |= {"PER_NUMBER": scales.MARGIN / op.largest}
-    c.launch(delayed_scale, {}, constants, grid=once, warps=1)
-
-
-@lowering("remember", floats="fp32")
-def lower_remember(op: Any, c: Lowering) -> None:
-    constants = {"ENTRIES": op.history.size, "BLOCK": pow2(op.history.size), "PER_TARGET": op.per_target}
-    c.launch(remember, {}, constants, grid=once, warps=1)
-
-
 @lowering("float_bias", floats="fp32", also={"x": f"bf16 fp16 {PLANES}"})
 def lower_float_bias(op: Any, c: Lowering) -> None:
-    constants = {"DEVIATING": op.deviations, "PER_TARGET": op.per_target}
-    c.launch(float_bias, {"elements": c.elements(op.x)}, constants, grid=once, warps=1)
+    one_program(c, float_bias, op.x, {"elements": c.elements(op.x)}, DEVIATING=op.deviations, PER_TARGET=op.per_target)

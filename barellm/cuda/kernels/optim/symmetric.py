@@ -19,9 +19,11 @@ APPLY_Y, APPLY_A, APPLY_B, APPLY_X, APPLY_SCALE = (constant(field) for field in 
 
 @device
 def symmetric_product(table, ENTRIES, N, DEPTH, COLUMNS, POLYNOMIAL, HALF, FP16, TF32, B, BK):
-    """One B x B tile of out (N, N) = x x^T of x (N, DEPTH), or x^T x of x (DEPTH, N) where COLUMNS; or, where POLYNOMIAL, linear x
-    + square x x of a symmetric x (N, N), with factors from the table. The loop over the depth has steps of BK. Programs of tiles
-    above the diagonal return at once."""
+    """out (N, N) = x x^T of x (N, DEPTH), or x^T x of x (DEPTH, N) where COLUMNS (the Gram matrix); or, where POLYNOMIAL, linear x
+    + square x x of a symmetric x (N, N), with fp64 factors from the table. One B x B tile of the lower triangle a program, stored
+    as it is and transposed; programs of tiles above the diagonal return at once. Grid: tiles, entries (matrices) of the table.
+
+    x: Muon's momentum (muon_normalize), a result of gram_apply, or a Gram matrix; dtype as HALF, FP16 say. B, BK: powers of two."""
     TILES: tl.constexpr = (N + B - 1) // B
     m0, n0, entry = tl.program_id(0) // TILES * B, tl.program_id(0) % TILES * B, tl.program_id(1)
     if n0 <= m0:  # the tile reaches below the diagonal
@@ -42,13 +44,13 @@ def symmetric_product(table, ENTRIES, N, DEPTH, COLUMNS, POLYNOMIAL, HALF, FP16,
             acc = tl.dot(a, b, acc, input_precision="tf32" if TF32 else "ieee")
             a_ptrs += BK * N if COLUMNS else BK
             b_ptrs += BK * N if COLUMNS else BK
-        lower = m.to(tl.int64)[:, None] * N + n[None, :]
+        lower = m.to(tl.int64)[:, None] * N + n[None, :]  # offsets of the tile
         inside = m_in[:, None] & n_in[None, :]
         if POLYNOMIAL:
             linear, square = number(table, entry, LINEAR, ENTRIES), number(table, entry, SQUARE, ENTRIES)
             before = tl.load(x + lower, mask=inside, other=0.0).to(tl.float32)
             acc = acc * square.to(tl.float32) + before * linear.to(tl.float32)
-        transposed = n.to(tl.int64)[:, None] * N + m[None, :]
+        transposed = n.to(tl.int64)[:, None] * N + m[None, :]  # and of its mirror image
         transposed_inside = n_in[:, None] & m_in[None, :]
         if m0 == n0:
             tl.store(out + lower, acc, mask=inside & (m[:, None] >= n[None, :]))
@@ -60,8 +62,9 @@ def symmetric_product(table, ENTRIES, N, DEPTH, COLUMNS, POLYNOMIAL, HALF, FP16,
 
 @device
 def gram_apply(table, ENTRIES, M, N, K, HALF, FP16, TF32, BM, BN, BK):
-    """One BM x BN tile of y (M, N) = scale x + a (M, K) @ b (K, N), the last GEMM of a Newton-Schulz step: a and b are x and a
-    symmetric polynomial b of its Gram matrix if x is tall, b and x if it is wide. The loop over K has steps of BK."""
+    """y (M, N) = scale x + a (M, K) b (K, N), the last GEMM of a Newton-Schulz step: a and b are x and a symmetric polynomial of
+    its Gram matrix (of symmetric_product) if x is tall, the polynomial and x if it is wide. One BM x BN tile a program, in steps of
+    BK; grid: tiles, entries (matrices) of the table. dtype as HALF, FP16 say; BM, BN, BK: powers of two, 16 at least."""
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     m0, n0, entry = tl.program_id(0) // n_tiles * BM, tl.program_id(0) % n_tiles * BN, tl.program_id(1)
     y = matrix_pointer(table, entry, APPLY_Y, ENTRIES, N, HALF, FP16)
@@ -102,13 +105,12 @@ def tile_constants(c: Lowering, n: int, dtype: str) -> tuple[dict[str, Any], dic
 def _symmetric(
     c: Lowering, group: list[Any], outs: list[Any], xs: list[Any], *, depth: int, columns: bool, factors: dict[str, Any]
 ) -> None:
-    """Launch symmetric_product for the ops `each`, from tensors `xs` into `outs` (one of each for an op). `factors`: the table's
-    fields linear and square of a polynomial, or {}."""
+    """Plan one launch of symmetric_product for a group of ops, from tensors `xs` into `outs` (one of each for an op), a table entry
+    for each matrix. `factors`: the table's fields linear and square of a polynomial, or {}."""
     n, dtype = int(outs[0].shape[1]), xs[0].dtype
     constants, options = tile_constants(c, n, dtype)
     side, entries = side_of(n, dtype), sum(o.matrices for o in group)
-    constants |= {"ENTRIES": entries, "N": n, "DEPTH": depth, "COLUMNS": columns, "B": side}
-    constants |= {"POLYNOMIAL": bool(factors)}
+    constants |= {"ENTRIES": entries, "N": n, "DEPTH": depth, "COLUMNS": columns, "B": side, "POLYNOMIAL": bool(factors)}
     table = Table({"out": of_matrices(group, outs), "x": of_matrices(group, xs), **factors}, writes=("out",))
     tiles = ceil_div(n, side) ** 2
     c.launch(symmetric_product, {"table": table}, constants, grid=lambda s: (tiles, entries), writes="", **options)
@@ -133,7 +135,7 @@ def lower_polynomial(op: Any, c: Lowering) -> None:
 
 @lowering("gram_apply")
 def lower_apply(op: Any, c: Lowering) -> None:
-    """Launch y = scale x + x b for tall, scale x + b x for wide matrices x, b being the symmetric polynomial."""
+    """Plan one launch of gram_apply: y = scale x + x b for tall, scale x + b x for wide x, b being the symmetric polynomial."""
     group: list[Any] = members(op)
     x, entries = group[0].x, sum(o.matrices for o in group)
     (rows, cols), tall = group[0].one(x), group[0].is_tall(x)

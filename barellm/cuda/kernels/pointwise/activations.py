@@ -39,35 +39,9 @@ def gelu_slope(x):
 
 
 @device
-def relu_value(x):
-    return tl.where(x < 0.0, 0.0, x)  # NaN stays
-
-
-@device
-def relu_slope(x):
-    return tl.where(x > 0.0, 1.0, 0.0)
-
-
-@device
-def relu2_value(x):
-    return tl.where(x < 0.0, 0.0, x * x)  # NaN stays
-
-
-@device
-def relu2_slope(x):
-    return tl.where(x < 0.0, 0.0, x + x)
-
-
-@device
 def sigmoid(x):
     """The logistic function of fp32 values."""
     return 1.0 / (1.0 + tl.exp2(-LOG2_E * x))
-
-
-@device
-def silu_slope(x):
-    s = sigmoid(x)
-    return s * (1.0 + x * (1.0 - s))
 
 
 @device
@@ -78,13 +52,13 @@ def normal_below(x):
 
 @device
 def value_of(x, NAME):
-    """The activation NAME of fp32 values; NAME is known at compile time, so one branch is left."""
+    """The activation NAME of fp32 values x, of any shape; NAME is known at compile time, so one branch is left. NaN stays."""
     if NAME == "gelu":
         y = gelu_value(x)
     elif NAME == "relu":
-        y = relu_value(x)
+        y = tl.where(x < 0.0, 0.0, x)
     elif NAME == "relu2":
-        y = relu2_value(x)
+        y = tl.where(x < 0.0, 0.0, x * x)
     elif NAME == "gelu_erf":
         y = x * normal_below(x)
     elif NAME == "silu":
@@ -94,15 +68,16 @@ def value_of(x, NAME):
 
 @device
 def slope_of(x, NAME):
-    """The derivative of an activation at fp32 values; NAME: that of the derivative's op."""
+    """The derivative of an activation at fp32 values x, of any shape; NAME, known at compile time: that of the derivative's op."""
     if NAME == "gelu_backward":
         y = gelu_slope(x)
     elif NAME == "relu_backward":
-        y = relu_slope(x)
+        y = tl.where(x > 0.0, 1.0, 0.0)
     elif NAME == "relu2_backward":
-        y = relu2_slope(x)
+        y = tl.where(x < 0.0, 0.0, x + x)
     elif NAME == "gelu_erf_backward":
         y = normal_below(x) + x * DENSITY * tl.exp2(-0.5 * LOG2_E * x * x)
     elif NAME == "silu_backward":
-        y = silu_slope(x)
+        s = sigmoid(x)
+        y = s * (1.0 + x * (1.0 - s))
     return y

@@ -86,13 +86,9 @@ def lower_cast(op: Any, c: Lowering) -> None:
     if view_stride(op.y) is None:
         elementwise(c, cast, op.y, {})
     else:
-        lower_rows(op, c, op.x)
+        rowwise(c, cast_rows, op.y, {})
 
 
 @lowering("zeros", starts="y", views="y")
 def lower_zeros(op: Any, c: Lowering) -> None:
-    lower_rows(op, c, None)
-
-
-def lower_rows(op: Any, c: Lowering, x: Any) -> None:
-    rowwise(c, cast_rows, op.y, {"x": x})
+    rowwise(c, cast_rows, op.y, {"x": None})

@@ -2,8 +2,7 @@
 
 Shapes: of the logits x (rows, WX) and extra (rows, WE) or None, columns of wider rows, NAME_STRIDE elements apart; weight (N, WX +
 WE); z, dz (rows, N) fp32. Of the gating base, x, y, dy, dx (rows, C): gate n of N is for the columns [n, n + 1) * C / N; factor
-(1): a learned number, or its sigmoid (SQUASH), times SCALE. SHIFT: x is that of the position SHIFT before, zero at a sequence's
-start."""
+(1): a learned number, or its sigmoid (SQUASH), times SCALE. SHIFT: x of the position SHIFT before, zero at a start."""
 
 from typing import Any
 
@@ -15,8 +14,6 @@ from barellm.cuda.kernels.single_pass_reduction import is_last_program, store_to
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 from barellm.runtime.lowering import part
-
-# --- logits ---
 
 
 @device
@@ -36,7 +33,8 @@ def load_gate_weights(weight, n, FIRST, WIDTH, K, BC):
 
 @device
 def gate_logits(z, x, extra, weight, rows, N, WX, WE, X_STRIDE, EXTRA_STRIDE, BR, BC):
-    """The logits z of BR rows: their columns stay in registers, and each gate's weights are loaded in turn."""
+    """z (rows, N) fp32 = [x, extra] weight^T of BR rows of x (rows, WX) and extra (rows, WE) or None: their columns stay in
+    registers, (BR, BC) fp32 each, and the weights (N, WX + WE) of each gate are loaded in turn. BC >= WX, WE."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     live = row < rows
     v = load_columns(x, row, live, X_STRIDE, WX, BC)
@@ -64,9 +62,10 @@ def lower_gate_logits(op: Any, c: Lowering) -> None:
 
 
 @device
-def input_backward(dx, partials, dz, x, weight, scalars, begin, end, N, FIRST, WIDTH, K, X_STRIDE, DX_STRIDE, BR, BC, MODE):
-    """The gradient of one input of the logits (x or extra: WIDTH columns, weights from column FIRST of K on): dx of rows [begin,
-    end), and the program's partials (chunks, N, K), the part of these rows in the gradient of the weights."""
+def gate_input_backward(dx, partials, dz, x, weight, scalars, begin, end, N, FIRST, WIDTH, K, X_STRIDE, DX_STRIDE, BR, BC, MODE):
+    """The gradients of gate_logits for one of its inputs (x or extra: WIDTH columns, weights from column FIRST of K on), of rows
+    [begin, end), the program's chunk: dx = dz weight, stored or added (MODE), and in partials (chunks, N, K) fp32 dz^T x of these
+    rows, the program's part of dweight. dz (rows, N) fp32: the gradient of z. BR rows at a time; BC >= WIDTH, a power of two."""
     column = tl.arange(0, BC)
     inside = column < WIDTH
     for first in range(begin, end, BR):
@@ -93,12 +92,13 @@ def gate_logits_backward(
     dx, dextra, partials, dz, x, extra, weight, scalars, rows, per,
     N, WX, WE, X_STRIDE, EXTRA_STRIDE, DX_STRIDE, DEXTRA_STRIDE, BR, BC, DX_MODE, DEXTRA_MODE,
 ):  # fmt: skip
-    """Store or add dx and dextra, and partials (chunks, N, WX + WE) of dweight; a program has one chunk of `per` rows."""
+    """dx and dextra = dz weight, stored or added, and partials (chunks, N, WX + WE) fp32 of dweight = dz^T [x, extra]; a program
+    has one chunk of `per` rows. dz (rows, N) fp32 is the gradient of z; other operands: those of gate_logits."""
     begin = tl.program_id(0) * per
     end = tl.minimum(begin + per, rows)
-    input_backward(dx, partials, dz, x, weight, scalars, begin, end, N, 0, WX, WX + WE, X_STRIDE, DX_STRIDE, BR, BC, DX_MODE)
+    gate_input_backward(dx, partials, dz, x, weight, scalars, begin, end, N, 0, WX, WX + WE, X_STRIDE, DX_STRIDE, BR, BC, DX_MODE)
     if extra is not None:
-        input_backward(
+        gate_input_backward(
             dextra, partials, dz, extra, weight, scalars, begin, end,
             N, WX, WE, WX + WE, EXTRA_STRIDE, DEXTRA_STRIDE, BR, BC, DEXTRA_MODE,
         )  # fmt: skip
@@ -106,7 +106,7 @@ def gate_logits_backward(
 
 @lowering("gate_logits_backward", starts="dx dextra dweight", also={"weight": "bf16_i16 fp16_fp32"}, views="x extra dx dextra")
 def lower_gate_logits_backward(op: Any, c: Lowering) -> None:
-    """Launch dx and dextra with partial sums of dweight, then dweight from these (column_sums.py)."""
+    """Plan two launches: dx and dextra with partial sums of dweight in scratch, then dweight from these (column_sums.py)."""
     rows, size = c.rows(op.x), op.weight.size
     chunks = Chunks(rows)
     partials = c.scratch("partials", (chunks.planned(op.x.size // int(op.x.shape[-1])), 1, size))
@@ -115,9 +115,6 @@ def lower_gate_logits_backward(op: Any, c: Lowering) -> None:
     constants |= {"BR": min(16, constants["BR"])}
     c.launch(gate_logits_backward, operands, constants, grid=lambda s: (chunks.count(s),), writes="dx dextra partials")
     lower_combine(c, partials, ["dweight"], chunks)
-
-
-# --- gating ---
 
 
 @device
@@ -135,8 +132,9 @@ def scale_and_slope(factor, SCALE, SQUASH):
 
 @device
 def gated(y, base, x, z, factor, scalars, rows, seq, C, N, X_STRIDE, BASE_STRIDE, SCALE, SQUASH, SHIFT, BR, BC, MODE):
-    """y = base (None: 0) + gate x, a block (BR, BC) for each program, all of whose columns belong to one gate."""
-    D: tl.constexpr = C // N
+    """y (rows, C) = base (None: 0) + gate x, gate = SCALE factor sigmoid(z), a block (BR, BC) for each program, all of whose
+    columns belong to one of N gates of C / N columns. z (rows, N) fp32: of gate_logits. SHIFT: x of SHIFT positions before."""
+    D: tl.constexpr = C // N  # columns of a gate
     blocks: tl.constexpr = (D + BC - 1) // BC
     n = tl.program_id(1) // blocks
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
@@ -178,9 +176,10 @@ def gated_backward(
     dx, dz, dfactor, partials, counter, dy, x, z, factor, scalars, rows, seq,
     C, N, X_STRIDE, DX_STRIDE, SCALE, SQUASH, SHIFT, BR, BC, DX_MODE, DZ_MODE, DFACTOR_MODE, SUM_BLOCK,
 ):  # fmt: skip
-    """BR rows of one gate's columns, BC at a time: dx = dy gate, and the dot products of dy and x, which dz needs. A program's part
-    of dfactor goes to partials, which the last program adds up (single_pass_reduction.py). Grid: blocks of rows, gates."""
-    D: tl.constexpr = C // N
+    """Gradients of `gated`: dx (rows, C) = dy gate, dz (rows, N) = gate (1 - sigmoid(z)) dot(dy, x) over a gate's columns, and
+    dfactor (1), each stored or added: BR rows of one gate's columns a program, BC at a time. A program's part of dfactor goes to
+    partials (programs), which the last program adds up (single_pass_reduction.py). Grid: rows, gates."""
+    D: tl.constexpr = C // N  # columns of a gate
     n = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     live = row < rows
@@ -214,7 +213,7 @@ def gated_backward(
 
 @lowering("gated_backward", starts="dx dz dfactor", views="x dx factor dfactor")
 def lower_gated_backward(op: Any, c: Lowering) -> None:
-    """Launch the gradient of gating; with a counter and partials only if there is a factor."""
+    """Plan one launch, the gradient of gating; with a counter and partials only if there is a factor."""
     constants, rows = gated_constants(op), c.rows(op.x)
     C, N = constants["C"], constants["N"]
     BC = min(256, max(MIN_SUM_COLUMNS, pow2(C // N)))

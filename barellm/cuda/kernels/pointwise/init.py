@@ -4,9 +4,9 @@ one row. Elements from `valid` on (padding) are zero. `param`, `lo`: planes of a
 from math import pi, prod
 from typing import Any
 
-from barellm.cuda.kernel import Lowering, Table, lowering
+from barellm.cuda.kernel import Lowering, lowering
 from barellm.cuda.kernels.common import BLOCK, SEED, pow2, unit_of
-from barellm.cuda.kernels.optim.multi_tensor import entry_constants, find_entry, first_programs, integer, number
+from barellm.cuda.kernels.optim.multi_tensor import find_entry, integer, launch_multi_tensor, number
 from barellm.cuda.kernels.pointwise.random import calls, threefry, to_columns
 from barellm.cuda.kernels.storage import WHOLE, lo_pointer, store_weight, to_bf16, weight_columns, weight_constants, weight_pointer
 from barellm.cuda.lang import DeviceFunction, constant, device, tl
@@ -25,18 +25,18 @@ UNITS, VALUE = (constant(CONSTANT_FIELDS.index(name)) for name in CONSTANT_FIELD
 
 @device
 def normals(first, second):
-    """Two standard normals from two words (Box-Muller on 24 bits of each). The logarithm is fp64: near 1, where the radius is
-    small, a fast one has no correct digit. The angle is reduced to an eighth of a circle in integers, where Taylor's series needs
-    five terms; unlike a library's function it has no branch for large angles."""
+    """Two standard normals (radius cos, radius sin) of each two random words, uint32 of any shape, by Box-Muller on 24 bits of
+    each: radius = sqrt(-2 ln u), u in (0, 1]. The logarithm is fp64: near 1, where the radius is small, a fast one has no correct
+    digit. The angle is reduced to an eighth of a circle in integers, where Taylor's series needs five terms; no branches."""
     uniform = ((first >> 8) + 1).to(tl.float64) * (1.0 / 16777216.0)
     radius = tl.sqrt((-2.0 * tl.log(uniform)).to(tl.float32))
     angle = (second >> 8).to(tl.int32)
-    quarter = (angle + (1 << 21)) >> 22
+    quarter = (angle + (1 << 21)) >> 22  # the nearest quarter of 2^24; a, the rest: at most an eighth of the circle
     a = (angle - (quarter << 22)).to(tl.float32) * FULL_CIRCLE
     s = a * a
     sine = a * (1.0 - s * (1.0 / 6 - s * (1.0 / 120 - s * (1.0 / 5040 - s * (1.0 / 362880)))))
     cosine = 1.0 - s * (1.0 / 2 - s * (1.0 / 24 - s * (1.0 / 720 - s * (1.0 / 40320 - s * (1.0 / 3628800)))))
-    swapped = (quarter & 1) != 0
+    swapped = (quarter & 1) != 0  # a quarter further cos is -sin and sin is cos: odd quarters swap, and two of four change the sign
     x, y = tl.where(swapped, sine, cosine), tl.where(swapped, cosine, sine)
     x = tl.where(((quarter + 1) & 2) != 0, -x, x)
     y = tl.where((quarter & 2) != 0, -y, y)
@@ -53,8 +53,9 @@ def uniforms(first, second):
 
 @device
 def random_init(table, scalars, ENTRIES, WIDE, UNIT, FORMAT, C, BR, BC, NORMAL, BF16):
-    """size times standard normal numbers (NORMAL) or uniform ones in (-1, 1), by Threefry with the seed and the parameter's stream:
-    a block (BR, BC) for each program. Grid: blocks of rows of all parameters, blocks of columns."""
+    """param (rows, C) = size times standard normal numbers (NORMAL) or uniform ones in (-1, 1), by Threefry with the run's seed,
+    the parameter's stream and the counter (column, row): a block (BR, BC) of one table entry (RANDOM_FIELDS) for each program.
+    Writes param and lo, as FORMAT says (storage.py). Grid: blocks of rows of all parameters, blocks of columns. BC: 32 at least."""
     entry, block = find_entry(table, ENTRIES, WIDE)
     row = block * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -81,7 +82,7 @@ def random_init(table, scalars, ENTRIES, WIDE, UNIT, FORMAT, C, BR, BC, NORMAL, 
 
 @lowering("normal_init", "uniform_init", floats="fp32", also={"param": PLANES})
 def lower_random_init(op: Any, c: Lowering) -> None:
-    """Launch the normal (std) or uniform (bound) initial values of a group of parameters with rows of one length."""
+    """Plan one launch: the normal (std) or uniform (bound) initial values of a group of parameters with rows of one length."""
     inits, params = members(op), parameters(op)
     normal = inits[0].name == "normal_init"
     C = int(params[0].shape[-1])
@@ -94,7 +95,7 @@ def lower_random_init(op: Any, c: Lowering) -> None:
         "stream": ("i64", [int(i.attrs["stream"]) for i in inits]),
     }
     fixed = {"C": C, "BR": BR, "BC": BC, "NORMAL": normal, "BF16": inits[0].bf16}
-    launch_all(c, random_init, RANDOM_FIELDS, [ceil_div(n, BR) for n in rows], more, ceil_div(C, BC), **fixed)
+    launch_init(c, random_init, RANDOM_FIELDS, [ceil_div(n, BR) for n in rows], more, ceil_div(C, BC), **fixed)
 
 
 @device
@@ -115,24 +116,22 @@ def lower_constant_init(op: Any, c: Lowering) -> None:
     sizes = [t.size for t in parameters(op)]
     unit = unit_of(parameters(op)[0])
     more = {"units": ("i64", [n // unit for n in sizes]), "value": ("fp64", [float(i.attrs["value"]) for i in members(op)])}
-    launch_all(c, constant_init, CONSTANT_FIELDS, [ceil_div(n, BLOCK) for n in sizes], more, BLOCK=BLOCK)
+    launch_init(c, constant_init, CONSTANT_FIELDS, [ceil_div(n, BLOCK) for n in sizes], more, BLOCK=BLOCK)
 
 
-def launch_all(
+def launch_init(
     c: Lowering, function: DeviceFunction, fields: tuple[str, ...], programs: list[int], more: dict[str, Any],
     blocks: int = 1, **constants: Any,
 ) -> None:  # fmt: skip
-    """Launch `function` once for the parameters of an op or a group. `fields`: of the table; `programs`: how many each parameter
-    has, axis 0 of the grid; `blocks`: of columns, axis 1; `more`: the fields besides first, param, lo and valid."""
+    """Plan one launch of `function` for the parameters of an op or a group. `fields`: of the table; `programs`: how many each
+    parameter has, axis 0 of the grid; `blocks`: of columns, axis 1; `more`: the fields besides first, param, lo and valid."""
     params = parameters(c.op)
-    firsts, count = first_programs(programs)
     valid = [
         min(int(i.attrs["valid_rows"]), int(t.shape[0])) * prod(t.shape[1:]) for i, t in zip(members(c.op), params, strict=True)
     ]
-    columns = {"first": ("i64", firsts), **weight_columns(params), "valid": ("i64", valid), **more}
-    table = Table({name: columns[name] for name in fields}, writes=("param", "lo"))
-    fixed = {**entry_constants(len(params)), "UNIT": unit_of(params[0]), **weight_constants(params[0]), **constants}
-    c.launch(function, {"table": table}, fixed, grid=lambda s: (count, blocks), writes="")
+    columns = {**weight_columns(params), "valid": ("i64", valid), **more}
+    fixed = {"UNIT": unit_of(params[0]), **weight_constants(params[0]), **constants}
+    launch_multi_tensor(c, function, fields, programs, columns, fixed, writes="param lo", blocks=blocks)
 
 
 def parameters(op: Op) -> list[Tensor]:

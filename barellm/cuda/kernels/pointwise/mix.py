@@ -80,8 +80,7 @@ def reduce_row(dk, partials, scalars, PLACE, STRIDE, BLOCK, MODE):
 
 @device
 def reduce_rows(counter, dk0, dk1, dk2, dk3, partials, scalars, MODES, PARTIALS, STRIDE, BLOCK):
-    """In the last program of the launch: store or add each coefficient's gradient, the sum of its row of partials. MODES:
-    DK_MODES."""
+    """In the last program of the launch: store or add each coefficient's gradient, the sum of its row of partials."""
     if is_last_program(counter):
         reduce_row(dk0, partials, scalars, PARTIALS[0], STRIDE, BLOCK, MODES[0])
         reduce_row(dk1, partials, scalars, PARTIALS[1], STRIDE, BLOCK, MODES[1])
@@ -94,7 +93,9 @@ def mix_backward(
     partials, counter, dk0, dk1, dk2, dk3, dx0, dx1, dx2, dx3, dy, x0, x1, x2, x3, k0, k1, k2, k3, scalars, units,
     NUMBERS, MODES, DK_MODES, PARTIALS, STRIDE, UNIT, SPAN, BLOCK,
 ):  # fmt: skip
-    """All dx_j, and the partial sums of all dk_j, in one pass over dy, SPAN elements for each program; t_j is its sum of dy x_j."""
+    """dx_j = k_j dy of up to four terms, and dk_j = sum(dy x_j) of learned coefficients, in one pass over dy (n), SPAN elements for
+    each program, whose sums t_j of dy x_j go to partials (learned, STRIDE) fp32; the last program adds them up. x_j: the forward
+    pass's; None: no such term. NUMBERS, MODES, DK_MODES, PARTIALS: of the module, an entry for each term."""
     n = units.to(tl.int64) * UNIT
     t0, t1 = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     t2, t3 = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
@@ -116,7 +117,7 @@ def mix_backward(
 
 @lowering("mix_backward", starts=f"{DX} {DK}", views=f"{DK} {' '.join(COEFFICIENTS)}")
 def lower_mix_backward(op: Any, c: Lowering) -> None:
-    """Launch all dx_j and dk_j at once; there are partials and a counter only if coefficients are learned."""
+    """Plan one launch of mix_backward, for all dx_j and dk_j; with partials and a counter only if coefficients are learned."""
     learned = [i for i, number in enumerate(op.numbers) if number is None]
     n, most = c.elements(op.dy), ceil_div(op.dy.size, SPAN)
     named = op.inputs | op.outputs

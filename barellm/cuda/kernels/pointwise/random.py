@@ -1,5 +1,4 @@
-"""Threefry2x32-20 (Salmon et al. 2011), a counter-based generator, on uint32 lanes, bitwise as
-`program/ops/pointwise/random.py`."""
+"""Threefry2x32-20 (Salmon et al. 2011), a counter-based generator, bitwise as `program/ops/pointwise/random.py`."""
 
 from barellm.cuda.kernels.common import SEED, STEP
 from barellm.cuda.lang import constant, device, tl
@@ -27,8 +26,7 @@ def mix_four(x, y, R0, R1, R2, R3):
 
 @device
 def threefry(k0, k1, c0, c1):
-    """The two output words of Threefry2x32-20 for key (k0, k1) and counter (c0, c1), all uint32, broadcast: 20 rounds, with a key
-    injection after every four."""
+    """The two output words of Threefry2x32-20 for key (k0, k1) and counter (c0, c1), all uint32, broadcast: 20 rounds."""
     k2 = k0 ^ k1 ^ PARITY
     x, y = mix_four(c0 + k0, c1 + k1, A0, A1, A2, A3)
     x, y = mix_four(x + k1, y + k2 + 1, B0, B1, B2, B3)

@@ -25,7 +25,8 @@ def gated_backward(
     dgate, dup, dy, gate, up, scalars, rows,
     NAME, SLOPE, C, GATE_STRIDE, UP_STRIDE, DGATE_STRIDE, DUP_STRIDE, BR, BC, DGATE_MODE, DUP_MODE,
 ):  # fmt: skip
-    """dgate = dy up slope(gate) and dup = dy activation(gate), each stored or added. SLOPE: the derivative's name."""
+    """dgate = dy up slope(gate) and dup = dy activation(gate), (rows, C), each stored or added, in blocks (BR, BC) of rows. gate,
+    up: what the MLP's first GEMM wrote; dy: the gradient of y. NAME, SLOPE: the activation and its derivative."""
     row, column, mask = tile_indices(rows, C, BR, BC)
     row, column = row[:, None], column[None, :]
     d = tl.load(dy + row * C + column, mask=mask, other=0.0).to(tl.float32)

@@ -43,7 +43,8 @@ def advance_all(s0, s1, s2, s3, COMPONENTS):
 
 @device
 def first_states(k0, k1, row, block, ROWS, COMPONENTS):
-    """The states (ROWS, HALF) of the streams of a block of columns before their first draw; keys and rows (ROWS,)."""
+    """The states s0 to s3 (ROWS, HALF), uint32, of the streams of a block of columns before their first draw, seeded by Threefry
+    with the keys k0, k1 (ROWS,) of the rows' sequences and the counter (column of the stream, row); of three, s3 is zeros."""
     i = (block * 2 * HALF + tl.arange(0, HALF)).to(tl.uint32)[None, :]
     row = row.to(tl.uint32)[:, None]
     s0, s1 = threefry(k0[:, None], k1[:, None], i, row)
@@ -58,7 +59,8 @@ def first_states(k0, k1, row, block, ROWS, COMPONENTS):
 
 @device
 def tausworthe_dropout(out, x, scalars, rows, seq, stream, C, ROWS, COMPONENTS, THRESHOLD, SCALE, MODE):
-    """Dropout of ROWS rows of one block of columns, HALF columns with each draw. THRESHOLD, SCALE: as in dropout.py."""
+    """out = x SCALE where a draw is at least THRESHOLD, else 0, for ROWS rows of one block of BLOCK columns, HALF columns with each
+    draw; out, x (rows, C), stored or added (MODE). THRESHOLD = rate * 2^32, SCALE = 1 / (1 - rate). Grid: rows, columns."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
     k0, k1 = sample_key(scalars, tl.load(scalars + SAMPLE) + row // seq, stream)

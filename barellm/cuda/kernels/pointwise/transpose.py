@@ -16,11 +16,11 @@ TILE = 64  # rows and columns
 
 @device
 def transposed_tile(ROWS, COLUMNS, TILE):
-    """This program's tile: offsets in x and their mask, offsets in y and their mask, (TILE, TILE) each; those of y are
-    transposed."""
-    ACROSS: tl.constexpr = (COLUMNS + TILE - 1) // TILE
-    row = (tl.program_id(0) // ACROSS).to(tl.int64) * TILE + tl.arange(0, TILE)
-    column = (tl.program_id(0) % ACROSS).to(tl.int64) * TILE + tl.arange(0, TILE)
+    """This program's tile of x (ROWS, COLUMNS): offsets in x and their mask, then offsets in y (COLUMNS, ROWS) and their mask, for
+    the transposed tile; (TILE, TILE) each, i64. The tiles are counted along the rows of x."""
+    TILES_ACROSS: tl.constexpr = (COLUMNS + TILE - 1) // TILE
+    row = (tl.program_id(0) // TILES_ACROSS).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = (tl.program_id(0) % TILES_ACROSS).to(tl.int64) * TILE + tl.arange(0, TILE)
     x_offset = row[:, None] * COLUMNS + column[None, :]
     y_offset = column[:, None] * ROWS + row[None, :]
     return (
@@ -47,7 +47,7 @@ def transpose_add(y, y_lo, x, x_lo, ROWS, COLUMNS, TILE):
 
 @lowering("transpose", adds="y", also=dict.fromkeys("xy", "bf16_i16 fp16_fp32 bf16_u16 e6m9 ue6m10"))
 def lower_transpose(op: Any, c: Lowering) -> None:
-    """Launch y = x^T, once for each plane of a weight, whatever its bits encode; or y += x^T in fp32, once."""
+    """Plan y = x^T, one launch for each plane of a weight, whatever its bits encode; or y += x^T in fp32, one launch."""
     rows, columns = (int(n) for n in op.x.shape)
     constants = {"ROWS": rows, "COLUMNS": columns, "TILE": TILE}
     grid = ceil_div(rows, TILE) * ceil_div(columns, TILE)
