@@ -93,7 +93,7 @@ def merge_runs(merged, keys, n, run, steps, BLOCK):
 
 
 @device
-def sum_rows_by_token(dweight, partials, keys, dy, scalars, n, C, STEPS, BC, MODE):
+def add_token_rows(dweight, partials, keys, dy, scalars, n, C, STEPS, BC, MODE):
     """The gradient of the token embedding, first step of a segmented sum: dweight[token] = sum of dy's rows of that token, for
     STEPS sorted keys (token << 32 | row, of merge_runs) and BC columns a program. A token all of whose keys are here goes to
     dweight (V, C), stored or added (MODE). partials (programs, 2, C) fp32: the sum of a token that began before the first key, and
@@ -123,8 +123,8 @@ def sum_rows_by_token(dweight, partials, keys, dy, scalars, n, C, STEPS, BC, MOD
 
 
 @device
-def join_split_tokens(dweight, partials, keys, scalars, n, steps, C, STEPS, BR, BC, MODE):
-    """Second step: dweight[token] of a token whose keys span programs of sum_rows_by_token, by the program in which it began: the
+def join_token_rows(dweight, partials, keys, scalars, n, steps, C, STEPS, BR, BC, MODE):
+    """Second step: dweight[token] of a token whose keys span programs of add_token_rows, by the program in which it began: the
     sum of its partials (programs, 2, C), slot 1 of that program and slot 0 of the following ones, in order, BR at a time."""
     program = tl.program_id(0)
     last = program * STEPS + STEPS - 1
@@ -189,10 +189,10 @@ def lower_embedding_dwte(op: Any, c: Lowering) -> None:
         rowwise(c, clear_absent_tokens, op.dweight, clear, writes="dweight", MODE=dweight_mode)
     sums = constants | {"STEPS": STEPS, "BC": BC}
     c.launch(
-        sum_rows_by_token, operands | {"partials": partials, "dy": op.dy}, sums,
+        add_token_rows, operands | {"partials": partials, "dy": op.dy}, sums,
         grid=lambda s: (ceil_div(n(s), STEPS), ceil_div(C, BC)), writes="dweight partials", warps=2,
     )  # fmt: skip
     c.launch(
-        join_split_tokens, operands | {"partials": partials, "steps": steps}, sums | {"BR": 8},
+        join_token_rows, operands | {"partials": partials, "steps": steps}, sums | {"BR": 8},
         grid=lambda s: (ceil_div(n(s), STEPS), ceil_div(C, BC)), writes="dweight",
     )  # fmt: skip
