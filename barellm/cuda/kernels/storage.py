@@ -83,7 +83,7 @@ def store_weight(p, lo, i, mask, value):
         tl.store(p + i, value, mask=mask)
         tl.store(lo + i, value, mask=mask)
     else:
-        bits = value.to(tl.int32, bitcast=True)
+        bits = value.to(tl.int32, bitcast=True)  # of fp32
         half = 0 if lo.dtype.element_ty == tl.uint16 else 0x8000  # truncated, or rounded to the nearest
         tl.store(p + i, ((bits + half) >> 16).to(tl.int16), mask=mask)
         tl.store(lo + i, bits.to(lo.dtype.element_ty), mask=mask)
@@ -125,9 +125,9 @@ def store_moment(p, i, mask, value, dither, MANTISSA, SIGNED):
         SHIFT: tl.constexpr = 23 - MANTISSA  # mantissa bits of fp32 that a code drops
         LEAST: tl.constexpr = (1 << SHIFT) + REBIAS
         MOST: tl.constexpr = (((1 << (6 + MANTISSA)) - 1) << SHIFT) + REBIAS
-        bits = value.to(tl.int32, bitcast=True)
-        magnitude = tl.minimum(bits & 0x7FFFFFFF, MOST)
-        tiny = magnitude < LEAST
+        bits = value.to(tl.int32, bitcast=True)  # of fp32
+        magnitude = tl.minimum(bits & 0x7FFFFFFF, MOST)  # without the sign
+        tiny = magnitude < LEAST  # below the smallest number
         if dither is None:
             code = (tl.where(tiny, 0, magnitude - REBIAS) + (1 << (SHIFT - 1))) >> SHIFT
         else:
@@ -136,5 +136,5 @@ def store_moment(p, i, mask, value, dither, MANTISSA, SIGNED):
             below = (tl.where(tiny, magnitude.to(tl.float32, bitcast=True), 0.0) * PER_LEAST).to(tl.int32)
             code = (tl.where(tiny, below, magnitude - REBIAS) + dither) >> SHIFT
         if SIGNED:
-            code |= tl.where(code != 0, (bits >> 16) & 0x8000, 0)
+            code |= tl.where(code != 0, (bits >> 16) & 0x8000, 0)  # the sign bit; zero has none
         tl.store(p + i, code.to(tl.int16), mask=mask)

@@ -76,7 +76,7 @@ def attention_split_kv(
         end = tl.where(end > first, end, begin)
         begin = tl.where(begin < end, tl.maximum(begin, first // BN * BN), begin)
     if begin < end:
-        i = m0 + tl.arange(0, BM)
+        i = m0 + tl.arange(0, BM)  # rows: (token, head of the group)
         m = i // GROUP_SIZE  # token of each row
         group_q = q + sequence.to(tl.int64) * seq * Q_STRIDE + group * (GROUP_SIZE * D)
         queries = query_rows(group_q, i, seq * GROUP_SIZE, Q_STRIDE, GROUP_SIZE, D, DP)

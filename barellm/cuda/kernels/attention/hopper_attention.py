@@ -102,8 +102,8 @@ def attention_consumer_warpgroup(out, lse, queries, keys, values, pingpong, seq,
     i, t = 0, 0
     for w in range(gl.program_id(0), items, gl.num_programs(0)):
         head, m0 = query_tile(w, seq)
-        first = m0 + WG * WG_M
-        q = q_ring.index(2 * (t % 2) + WG)
+        first = m0 + WG * WG_M  # of this consumer's queries
+        q = q_ring.index(2 * (t % 2) + WG)  # two tiles of two halves
         consumer_wait(q_full, t)
         consumer_wait(k_full, i)
         s = issue_qk(q, k_ring.index(i % STAGES), SCORES)

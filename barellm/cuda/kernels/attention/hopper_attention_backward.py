@@ -73,7 +73,7 @@ def backward_producer_warp(
         # Past a tile of keys (DKV) stream the queries from its first key on, past one of queries the keys up to its last query.
         begin, stop = (tile_row, seq) if DKV else (0, tile_row + BLOCK)
         for group_head in range(GROUP_SIZE if DKV else 1):
-            other = group * GROUP_SIZE + group_head if DKV else group // GROUP_SIZE
+            other = group * GROUP_SIZE + group_head if DKV else group // GROUP_SIZE  # head of the streamed rows
             for n in range(begin, stop, STREAM_ROWS):
                 s = i % STAGES
                 loaded = full.index(s)
@@ -108,8 +108,8 @@ def backward_consumer_warpgroup(
     i, t = 0, 0
     for w in range(gl.program_id(0), items, gl.num_programs(0)):
         head, tile_row = query_tile(w, seq)
-        first = tile_row + WG * WG_M
-        x = x_ring.index(2 * (t % 2) + WG)
+        first = tile_row + WG * WG_M  # of this consumer's rows
+        x = x_ring.index(2 * (t % 2) + WG)  # two tiles of two halves
         y = y_ring.index(2 * (t % 2) + WG)
         x_sum = gl.zeros((WG_M, D), gl.float32, SUMS)
         y_sum = gl.zeros((WG_M, D), gl.float32, SUMS)
@@ -119,7 +119,7 @@ def backward_consumer_warpgroup(
             lse_row = gl.expand_dims(gl.load(query_stats, mask=row < seq, other=0.0), 1)
             delta = gl.expand_dims(gl.load(query_stats + 1, mask=row < seq, other=0.0), 1)
         consumer_wait(tile_full, t)
-        begin = first if DKV else 0
+        begin = first if DKV else 0  # of the rows that this consumer reads: `first` on the diagonal
         stop = seq if DKV else first + WG_M
         for _ in range(GROUP_SIZE if DKV else 1):
             if DKV and WG == 1:

@@ -45,7 +45,7 @@ def qk_rotary(y, rstd, x, cos, sin, rows, seq, X_STRIDE, D, HEADS, COUNT, PAIRED
     QKV projection wrote: HEADS query heads, then key heads, COUNT in all; y (rows, W) and rstd (rows, COUNT) fp32 are written.
     SHIFT: the upper half of a key is stored in the next position's row; that of the last position is dropped, and the first
     position keeps its own, too. Grid: blocks of heads of all rows. BR, BC: powers of two."""
-    unit, live, row, head, t, position = head_indices(rows, seq, COUNT, PAIRED, BR)
+    unit, live, row, head, t, position = head_indices(rows, seq, COUNT, PAIRED, BR)  # of each of BR heads
     column = tl.arange(0, BC)
     mask = live[:, None] & (column < D)[None, :]
     v = tl.load(x + row[:, None] * X_STRIDE + (head * D)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -54,7 +54,7 @@ def qk_rotary(y, rstd, x, cos, sin, rows, seq, X_STRIDE, D, HEADS, COUNT, PAIRED
     n = rotate(v * inverse[:, None], cos, sin, position, live[:, None], D, False, BR, BC)
     i = unit[:, None] * D + column[None, :]
     if SHIFT:
-        moves = (head >= HEADS)[:, None] & (column >= D // 2)[None, :]
+        moves = (head >= HEADS)[:, None] & (column >= D // 2)[None, :]  # the upper half of keys
         last, first = (t + 1 == seq)[:, None], (t == 0)[:, None]
         tl.store(y + i + tl.where(moves, COUNT * D, 0), n, mask=mask & ~(moves & last))
         tl.store(y + i, n, mask=mask & moves & first)
@@ -68,12 +68,12 @@ def qk_rotary_backward(
 ):
     """dx = rstd (dn - n mean(dn n)) of BR heads, with dn = dy rotated back and n = x rstd; stored or added (MODE). x, rstd, cos,
     sin, grid: as in the forward pass; dy (rows, W). SHIFT: dy is read where the forward pass stored a key's upper half."""
-    unit, live, row, head, t, position = head_indices(rows, seq, COUNT, PAIRED, BR)
+    unit, live, row, head, t, position = head_indices(rows, seq, COUNT, PAIRED, BR)  # of each of BR heads
     column = tl.arange(0, BC)
     mask = live[:, None] & (column < D)[None, :]
     i = unit[:, None] * D + column[None, :]
     if SHIFT:
-        moves = (head >= HEADS)[:, None] & (column >= D // 2)[None, :]
+        moves = (head >= HEADS)[:, None] & (column >= D // 2)[None, :]  # the upper half of keys
         last, first = (t + 1 == seq)[:, None], (t == 0)[:, None]
         dy_head = tl.load(dy + i + tl.where(moves, COUNT * D, 0), mask=mask & ~(moves & last), other=0.0).to(tl.float32)
         dy_head += tl.load(dy + i, mask=mask & moves & first, other=0.0).to(tl.float32)

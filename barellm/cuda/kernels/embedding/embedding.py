@@ -85,9 +85,9 @@ def merge_runs(merged, keys, n, run, steps, BLOCK):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
     key = tl.load(keys + i, mask=mask, other=0)
-    own_run = i // run * run
+    own_run = i // run * run  # its first key
     pair_start = i // (2 * run) * (2 * run)
-    other_run = tl.minimum(2 * pair_start + run - own_run, n)
+    other_run = tl.minimum(2 * pair_start + run - own_run, n)  # the other one of the pair: its first key
     count = count_below(keys, key, other_run, tl.minimum(other_run + run, n), steps)
     tl.store(merged + pair_start + (i - own_run) + count, key, mask=mask)
 
@@ -127,7 +127,7 @@ def join_token_rows(dweight, partials, keys, scalars, n, steps, C, STEPS, BR, BC
     """Second step: dweight[token] of a token whose keys span programs of add_token_rows, by the program in which it began: the
     sum of its partials (programs, 2, C), slot 1 of that program and slot 0 of the following ones, in order, BR at a time."""
     program = tl.program_id(0)
-    last = program * STEPS + STEPS - 1
+    last = program * STEPS + STEPS - 1  # the program's last key
     token = tl.load(keys + last, mask=last < n, other=-1) >> 32
     next_token = tl.load(keys + last + 1, mask=last + 1 < n, other=-1) >> 32
     previous_token = tl.load(keys + program * STEPS - 1, mask=program > 0, other=-1) >> 32

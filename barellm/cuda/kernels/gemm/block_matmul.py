@@ -39,19 +39,19 @@ def block_gemm(out, partials, x, weight, table, scalars, rows, MODE, TRANSPOSED,
     m, b = tl.arange(0, BM), tl.arange(0, BP)
     row_in, b_in = (m < rows - m0)[:, None], b < BS
     x += tl.cast(m0, tl.int64) * C
-    in_block = b[None, :] * BS + b[:, None] if TRANSPOSED else b[:, None] * BS + b[None, :]
-    acc = tl.zeros((BM, BP), tl.float32)
+    in_block = b[None, :] * BS + b[:, None] if TRANSPOSED else b[:, None] * BS + b[None, :]  # offsets in a block of weight
+    acc = tl.zeros((BM, BP), tl.float32)  # of the segment's columns
     for entry in range(tl.load(segment + 2), tl.load(segment + 3)):
         x_column, block = tl.load(table + OTHERS + entry), tl.load(table + OTHERS + ENTRIES + entry)
         x_block = tl.load(x + m[:, None] * C + x_column * BS + b[None, :], mask=row_in & b_in[None, :], other=0.0)
         w_block = tl.load(weight + block.to(tl.int64) * (BS * BS) + in_block, mask=b_in[:, None] & b_in[None, :], other=0.0)
         acc = tl.dot(x_block, w_block, acc, input_precision="ieee")
-    inside, slot = row_in & b_in[None, :], tl.load(segment + 1)
+    inside, slot = row_in & b_in[None, :], tl.load(segment + 1)  # slot -1: the list is not cut
     row = tl.cast(m0, tl.int64) + m[:, None]
-    out_ptrs = out + row * K + tl.load(segment) * BS + b[None, :]
+    out_ptrs = out + row * K + tl.load(segment) * BS + b[None, :]  # segment[0]: block column of out
     if SLOTS:
         tl.store(partials + row * (SLOTS * BS) + slot * BS + b[None, :], acc, mask=inside & (slot >= 0))
-        inside = inside & (slot < 0)
+        inside = inside & (slot < 0)  # else the sum goes to out
     store_or_add(out_ptrs, inside, acc, scalars, MODE)
 
 

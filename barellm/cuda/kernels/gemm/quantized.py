@@ -41,7 +41,7 @@ def code_value(words, NIBBLE, T0, T1, T2, T3):
     if T0 is not None:
         n = (words >> lowest_bit) & 15
         four = tl.where(n < 8, tl.where(n < 4, T0, T1), tl.where(n < 12, T2, T3)).to(tl.int64)
-        bits = (four >> ((n & 3) * 16).to(tl.int64)).to(tl.int32) << 16
+        bits = (four >> ((n & 3) * 16).to(tl.int64)).to(tl.int32) << 16  # of those four bf16 number n & 3, as fp32
         value = bits.to(tl.float32, bitcast=True)
     elif lowest_bit <= 16:  # in the mantissa: with the exponent of 2^(23 - lowest_bit) that bit counts 1
         bits = words & (15 << lowest_bit) | ((150 - lowest_bit) << 23)
@@ -74,7 +74,7 @@ def quantized_skinny_gemm(
     tile = tl.program_id(0)
     j = tl.arange(0, block_words)[None, :]
     first_word = tl.cast(tile, tl.int64) * (BLOCKS * block_words) + j
-    scales += tile * ((GROUPS + 1) * 16)
+    scales += tile * ((GROUPS + 1) * 16)  # 16 of a tile's columns for each group, then the columns' powers
     # Of word j: its first element in the block, and its first column in the tile. 8 bits: 4 words are the 16 columns of an element.
     # 4 bits: j counts, from the lowest bit on, pairs of columns (1 bit), pairs of elements (1 bit), groups of 4 columns (2 bits).
     first_element, first_column = (j // 4, j % 4 * 4) if WIDE else (j // 2 % 2 * 2, j // 4 * 4 + j % 2 * 2)
@@ -103,9 +103,9 @@ def quantized_skinny_gemm(
                 v1 = tl.load(x_ptrs + 1, mask=k + 1 < K, other=0.0).to(tl.float32)
                 v4 = tl.load(x_ptrs + 4, mask=k + 4 < K, other=0.0).to(tl.float32)
                 v5 = tl.load(x_ptrs + 5, mask=k + 5 < K, other=0.0).to(tl.float32)
-                left = v0 * code_value(words, 0, T0, T1, T2, T3) + v4 * code_value(words, 1, T0, T1, T2, T3)
+                left = v0 * code_value(words, 0, T0, T1, T2, T3) + v4 * code_value(words, 1, T0, T1, T2, T3)  # the lower column
                 left += v1 * code_value(words, 2, T0, T1, T2, T3) + v5 * code_value(words, 3, T0, T1, T2, T3)
-                right = v0 * code_value(words, 4, T0, T1, T2, T3) + v4 * code_value(words, 5, T0, T1, T2, T3)
+                right = v0 * code_value(words, 4, T0, T1, T2, T3) + v4 * code_value(words, 5, T0, T1, T2, T3)  # the upper one
                 right += v1 * code_value(words, 6, T0, T1, T2, T3) + v5 * code_value(words, 7, T0, T1, T2, T3)
                 a0 += left * s0
                 a1 += right * s1
@@ -115,7 +115,7 @@ def quantized_skinny_gemm(
             total = tl.join(even, odd)
         else:
             total = tl.join(sum_columns(a0, 2, 2), sum_columns(a1, 2, 2))
-        n0 = tile * 16
+        n0 = tile * 16  # first column of out
         power = power_of_two(tl.load(scales + GROUPS * 16 + tl.arange(0, 16)[None, :]))
         epilogue_tile(
             out, pre, bias, other, scalars, tl.reshape(total, (1, 16)) * power, row, n0, row * N + n0, rows, N, EPILOGUE, MODE, 1,
@@ -144,16 +144,16 @@ def dequantize(out, codes, scales, N, K, BLOCKS, BB, GROUPS, GROUP, WIDE, T0, T1
     b, j = tl.program_id(0) % tl.cdiv(BLOCKS, BB) * BB + tl.arange(0, BB)[:, None], tl.arange(0, block_words)[None, :]
     b_in = (b < BLOCKS) & (j >= 0)
     words = tl.load(codes + tl.cast(tile, tl.int64) * (BLOCKS * block_words) + b * block_words + j, mask=b_in, other=0)
-    scales += tile * ((GROUPS + 1) * 16)
+    scales += tile * ((GROUPS + 1) * 16)  # 16 of a tile's columns for each group, then the columns' powers
     scale = scales + b // GROUP * 16
     for i in tl.static_range(4 if WIDE else 8):
         if WIDE:
-            k = b * 8 + j // 4
-            c = j % 4 * 4 + i
-            value = ((words << (24 - 8 * i)) >> 24).to(tl.float32)
+            k = b * 8 + j // 4  # a word has one element
+            c = j % 4 * 4 + i  # of four columns
+            value = ((words << (24 - 8 * i)) >> 24).to(tl.float32)  # byte i, its sign extended
         else:
-            k = b * 8 + j // 2 % 2 * 2 + i // 2 % 2 + i % 2 * 4
-            c = j // 4 * 4 + j % 2 * 2 + i // 4
+            k = b * 8 + j // 2 % 2 * 2 + i // 2 % 2 + i % 2 * 4  # code i of word j: `code_value`
+            c = j // 4 * 4 + j % 2 * 2 + i // 4  # column in the tile
             value = code_value(words, i, T0, T1, T2, T3)
         n = tile * 16 + c
         value *= tl.load(scale + c, mask=b_in, other=0.0).to(tl.float32)

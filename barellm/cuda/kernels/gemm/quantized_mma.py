@@ -132,9 +132,9 @@ def quantized_mma(
     x_block, x_row = j // 64 * WARP_BLOCKS + j % 8 // 4, j % 64 // 8
     x_at = x_row * X_STRIDE + j // 2 % 2 + j % 2 * 2
     c = gl.arange(0, 16 * WARPS, layout=SCALE)
-    scale_block = c // 16 * WARP_BLOCKS
-    codes += tile.to(gl.int64) * (BLOCKS * 16)
-    exponents = scales + (tile * ((GROUPS + 1) * 16) + GROUPS * 16)
+    scale_block = c // 16 * WARP_BLOCKS  # the warp's first
+    codes += tile.to(gl.int64) * (BLOCKS * 16)  # 16 words of a block
+    exponents = scales + (tile * ((GROUPS + 1) * 16) + GROUPS * 16)  # the row behind the groups' scales
     scales += tile * ((GROUPS + 1) * 16) + c % 16
     total = gl.zeros([WARPS, 2, 8, 4, 2], gl.float32, SUMS)
     for first in range(0, BLOCKS, WARPS * WARP_BLOCKS):
@@ -142,7 +142,7 @@ def quantized_mma(
             block = first + g + scale_block
             scale = gl.load(scales + block // GROUP * 16, mask=block < BLOCKS, other=0.0).to(gl.float32)
             scale = gl.convert_layout(scale.reshape([WARPS, 8, 2, 1, 1]).permute((0, 2, 1, 3, 4)), SUMS, assert_trivial=True)
-            group_sums = gl.zeros([WARPS, 2, 8, 4, 2], gl.float32, SUMS)
+            group_sums = gl.zeros([WARPS, 2, 8, 4, 2], gl.float32, SUMS)  # of the products of one group
             for s in gl.static_range(0, GROUP, 2):
                 block = first + g + s + word_block
                 words = gl.load(codes + block * 16 + word, mask=block < BLOCKS, other=0)

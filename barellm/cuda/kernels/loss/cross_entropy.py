@@ -57,7 +57,7 @@ def max_and_sum(logits, V, VALID, BLOCK, REST):
         top, sums = (tl.full((BLOCK // THREAD_COLUMNS,), LOWEST, tl.float32), tl.zeros((BLOCK // THREAD_COLUMNS,), tl.float32))
         for c in range(0, FULL, BLOCK):
             top, sums = online_softmax_step(top, sums, tl.load(logits + c + tl.arange(0, BLOCK)).to(tl.float32))
-        higher = tl.maximum(tl.max(top, 0), highest)
+        higher = tl.maximum(tl.max(top, 0), highest)  # of both parts of the row
         total *= tl.math.exp2((highest - higher) * LOG2_E)
         total += tl.sum(sums * tl.math.exp2((top - higher) * LOG2_E), 0)
         highest = higher

@@ -95,11 +95,11 @@ def write_softcap_gradient(
         factor = 1.0 / tl.load(scale)
     if loss_scale is not None:
         factor *= scale_of(loss_scale)
-    weights = w0 + w1 + w2
+    weights = w0 + w1 + w2  # of the softmax
     for c in range(0, V, BLOCK):
         x, i = columns_of(logits, c, V, VALID, BLOCK)
         z, slope = capped(x, SCALE, SHIFT, WIDTH)
-        d = tl.math.exp2((z - lse) * LOG2_E) * weights
+        d = tl.math.exp2((z - lse) * LOG2_E) * weights  # softmax times the sum of weights
         d = tl.where(i == t0, d - w0, d)
         if PREDICT > 1:
             d = tl.where(i == t1, d - w1, d)
@@ -117,7 +117,7 @@ def softcap_row_losses(
     next PREDICT tokens t_j with run-time weights w_j; `nexts` = lse - z[t_0], the next token alone; and lse and dlogits if they are
     given. Operands and shapes: of the module. dlogits may alias logits: the targets' logits are read first."""
     row = tl.program_id(0).to(tl.int64)
-    position = (first + row) % length
+    position = (first + row) % length  # in its sequence
     logits += row * V
     t0, w0 = target_of(targets, row, position, length, scalars, 0, PREDICT)
     t1, w1 = target_of(targets, row, position, length, scalars, 1, PREDICT)
@@ -151,7 +151,7 @@ def softcap_row_gradients(
     """Backward pass of one row, a program each: dlogits (rows, V) stored or added (MODE), computed from logits, targets and the lse
     of the forward pass; as 8-bit codes if there is a `scale` (1). REST: not used."""
     row = tl.program_id(0).to(tl.int64)
-    position = (first + row) % length
+    position = (first + row) % length  # in its sequence
     t0, w0 = target_of(targets, row, position, length, scalars, 0, PREDICT)
     t1, w1 = target_of(targets, row, position, length, scalars, 1, PREDICT)
     t2, w2 = target_of(targets, row, position, length, scalars, 2, PREDICT)

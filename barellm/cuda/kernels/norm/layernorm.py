@@ -70,7 +70,7 @@ def layernorm(y, mean, rstd, x, b, total, weight, bias, scalars, rows, seq, stre
     else:
         rough = tl.sum(v, 1) / C
         d = tl.where(mask, v - rough[:, None], 0.0)
-        offset, square = tl.sum(d, 1) / C, tl.sum(d * d, 1) / C
+        offset, square = tl.sum(d, 1) / C, tl.sum(d * d, 1) / C  # error of the rough mean; E[d^2]
         inverse = 1.0 / tl.sqrt(tl.maximum(square - offset * offset, 0.0) + EPS)
         tl.store(mean + row, rough + offset, mask=live)
     tl.store(rstd + row, inverse, mask=live)

@@ -53,7 +53,7 @@ def combine_exponent_stats(counts, sums, partial_counts, partial_sums, programs,
     count, total, largest = tl.zeros((BINS,), tl.int32), tl.zeros((4,), tl.float64), tl.zeros((4,), tl.float32)
     for first in range(0, programs, ROWS):
         row = first + tl.arange(0, ROWS)
-        live = (row < programs)[:, None]
+        live = (row < programs)[:, None]  # rows of partials that were written
         count += tl.sum(tl.load(partial_counts + row[:, None] * BINS + column[None, :], mask=live, other=0), 0)
         rows = tl.load(partial_sums + row[:, None] * 4 + field[None, :], mask=live, other=0.0)
         total += tl.sum(rows.to(tl.float64), 0)

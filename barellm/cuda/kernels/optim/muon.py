@@ -60,8 +60,8 @@ def muon_momentum(table, clip, scalars, ENTRIES, WIDE, UNIT, CHUNK, BLOCK, NESTE
         i = tl.max_contiguous(chunk * CHUNK + begin + tl.arange(0, BLOCK), 4)  # 16 bytes an access
         mask = i < n
         old, g = tl.load(m + i, mask=mask, other=0.0), tl.load(grad + i, mask=mask, other=0.0) * grad_factor
-        new = momentum_fp32 * old + g
-        update = momentum_fp32 * new + g if NESTEROV else new
+        new = momentum_fp32 * old + g  # g has the factor 1 - momentum
+        update = momentum_fp32 * new + g if NESTEROV else new  # what is orthogonalized
         update = tl.where(finite, update, 0.0)
         tl.store(m + i, tl.where(finite, new, old), mask=mask)
         tl.store(u + i, update, mask=mask)
@@ -224,9 +224,9 @@ def muon_update(table, clip, scalars, ENTRIES, WIDE, UNIT, SPAN, BLOCK, FORMAT, 
             update, p = size * tl.load(x + i, mask=mask, other=0.0).to(tl.float32), load_weight(param, lo, i, mask)
             if SCALED != "":
                 scales = pointer(table, entry, SCALES, ENTRIES, tl.float32, 4)
-                which = i // cols if SCALED == "rows" else i % cols
+                which = i // cols if SCALED == "rows" else i % cols  # row or column of each element
                 update *= tl.load(scales + which, mask=mask, other=0.0)
-            decayed = p * decay
+            decayed = p * decay  # what weight decay takes off
             if CAUTIOUS:
                 decayed = tl.where(update * p >= 0, decayed, 0.0)
             store_weight(param, lo, i, mask, p - decayed - update)

@@ -185,7 +185,7 @@ def adamw(
         grad = pointer(table, entry, GRAD, ENTRIES, tl.float32, 16)
         lr = scalar_fp64(scalars, LR) * LR_SCALE
         decay = lr * number(table, entry, WEIGHT_DECAY, ENTRIES)
-        rate, unbias = tl.load(factors), tl.load(factors + 1)
+        rate, unbias = tl.load(factors), tl.load(factors + 1)  # bias corrections of m, with lr, and of sqrt(v)
         if CAUTIOUS:
             cautious_decay = (lr * decay).to(tl.float32)
         else:
@@ -203,9 +203,9 @@ def adamw(
                 bits = shared_words(k0, k1, integer(table, entry, ORIGIN, ENTRIES) + first, BLOCK)
                 # As many random bits as the codes of m and v drop of fp32's mantissa: 23 - 9 and 23 - 10.
                 dither_m, dither_v = ((bits & 0x3FFF).to(tl.int32), (bits >> 19).to(tl.int32))
-            g = tl.load(grad + i, mask=mask, other=0.0) * scale
-            mean = BETA1 * load_moment(m, i, mask, M_MANTISSA, M_SIGNED) + (1.0 - BETA1) * g
-            square = BETA2 * load_moment(v, i, mask, V_MANTISSA, V_SIGNED) + (1.0 - BETA2) * g * g
+            g = tl.load(grad + i, mask=mask, other=0.0) * scale  # clipped
+            mean = BETA1 * load_moment(m, i, mask, M_MANTISSA, M_SIGNED) + (1.0 - BETA1) * g  # m
+            square = BETA2 * load_moment(v, i, mask, V_MANTISSA, V_SIGNED) + (1.0 - BETA2) * g * g  # v
             p = load_weight(param, lo, i, mask)
             if CAUTIOUS:
                 update = rate * mean / (tl.sqrt(square) + EPSILON)

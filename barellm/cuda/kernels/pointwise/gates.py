@@ -136,15 +136,15 @@ def gated(y, base, x, z, factor, scalars, rows, seq, C, N, X_STRIDE, BASE_STRIDE
     columns belong to one of N gates of C / N columns. z (rows, N) fp32: of gate_logits. SHIFT: x of SHIFT positions before."""
     D: tl.constexpr = C // N  # columns of a gate
     blocks: tl.constexpr = (D + BC - 1) // BC
-    n = tl.program_id(1) // blocks
+    n = tl.program_id(1) // blocks  # the gate
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.program_id(1) % blocks * BC + tl.arange(0, BC)
     live = row < rows
     mask = live[:, None] & (column < D)[None, :]
-    column = n * D + column
+    column = n * D + column  # of x and y
     scale, _ = scale_and_slope(factor, SCALE, SQUASH)
     gate = scale * sigmoid(tl.load(z + row * N + n, mask=live, other=0.0))
-    shifted_in = mask
+    shifted_in = mask  # where x of the position SHIFT before is in the sequence
     if SHIFT > 0:
         shifted_in = mask & (row % seq >= SHIFT)[:, None]
     gate = gate[:, None]
@@ -180,7 +180,7 @@ def gated_backward(
     dfactor (1), each stored or added: BR rows of one gate's columns a program, BC at a time. A program's part of dfactor goes to
     partials (programs), which the last program adds up (single_pass_reduction.py). Grid: rows, gates."""
     D: tl.constexpr = C // N  # columns of a gate
-    n = tl.program_id(1)
+    n = tl.program_id(1)  # the gate
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     live = row < rows
     scale, scale_slope = scale_and_slope(factor, SCALE, SQUASH)
@@ -188,7 +188,7 @@ def gated_backward(
     shifted_in = live
     if SHIFT > 0:
         shifted_in = live & (row % seq >= SHIFT)
-        last = live & (row % seq >= seq - SHIFT)
+        last = live & (row % seq >= seq - SHIFT)  # positions whose x no later one reads: dx is zero
     sums = tl.zeros((BR, BC), tl.float32)
     for first in tl.static_range(0, D, BC):
         inside = first + tl.arange(0, BC) < D
@@ -203,7 +203,7 @@ def gated_backward(
             zeros = tl.zeros((BR, BC), tl.float32)
             tail_ptrs = dx + row[:, None] * DX_STRIDE + column[None, :]
             store_or_add(tail_ptrs, last[:, None] & inside[None, :], zeros, scalars, DX_MODE)
-    dots = tl.sum(sums, 1)
+    dots = tl.sum(sums, 1)  # of dy and x in each row
     store_or_add(dz + row * N + n, live, scale * (s * (1.0 - s)) * dots, scalars, DZ_MODE)
     if partials is not None:
         tl.store(partials + tl.program_id(0) * N + n, scale_slope * tl.sum(s * dots, 0))

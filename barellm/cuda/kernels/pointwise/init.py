@@ -57,7 +57,7 @@ def random_init(table, scalars, ENTRIES, WIDE, UNIT, FORMAT, C, BR, BC, NORMAL, 
     the parameter's stream and the counter (column, row): a block (BR, BC) of one table entry (RANDOM_FIELDS) for each program.
     Writes param and lo, as FORMAT says (storage.py). Grid: blocks of rows of all parameters, blocks of columns. BC: 32 at least."""
     entry, block = find_entry(table, ENTRIES, WIDE)
-    row = block * BR + tl.arange(0, BR)
+    row = block * BR + tl.arange(0, BR)  # of the parameter
     column = tl.program_id(1) * BC + tl.arange(0, BC)
     mask = (row < integer(table, entry, ROWS, ENTRIES))[:, None] & (column < C)[None, :]
     seed = tl.load(scalars + SEED).to(tl.uint32)
@@ -69,7 +69,7 @@ def random_init(table, scalars, ENTRIES, WIDE, UNIT, FORMAT, C, BR, BC, NORMAL, 
     else:
         x, y = uniforms(first, second)
     i = row[:, None] * C + column[None, :]
-    live = i < integer(table, entry, VALID, ENTRIES)
+    live = i < integer(table, entry, VALID, ENTRIES)  # elements behind it are padding
     size = number(table, entry, SIZE, ENTRIES).to(tl.float32)
     param, lo = weight_pointer(table, entry, PARAM, ENTRIES, WHOLE, FORMAT), None
     if FORMAT is not None:
@@ -104,7 +104,7 @@ def constant_init(table, ENTRIES, WIDE, UNIT, FORMAT, BLOCK):
     entry, block = find_entry(table, ENTRIES, WIDE)
     i = block * BLOCK + tl.arange(0, BLOCK)
     mask = i < integer(table, entry, UNITS, ENTRIES) * UNIT
-    live = i < integer(table, entry, VALID, ENTRIES)
+    live = i < integer(table, entry, VALID, ENTRIES)  # elements behind it are padding
     param, lo = weight_pointer(table, entry, PARAM, ENTRIES, WHOLE, FORMAT), None
     if FORMAT is not None:
         lo = lo_pointer(table, entry, LO, ENTRIES, UNIT, FORMAT)
