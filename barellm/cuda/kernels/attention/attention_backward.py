@@ -287,7 +287,7 @@ def attention_dq(
 
 @lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv", also={"starts": "i32"})
 def lower_attention_backward(op: Any, c: Lowering) -> None:
-    """Plan three launches: attention_stats into scratch, then dk and dv, then dq, both from it; warp-specialized or not."""
+    """Plan three launches: attention_stats into scratch, then dk and dv, then dq, both from it, warp-specialized if configured."""
     constants = constants_of(op)
     stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
     rows = 32 if op.bounded else 64  # of 64 with a first key each, the addresses spill on sm_100
@@ -320,7 +320,7 @@ def lower_attention_backward(op: Any, c: Lowering) -> None:
 
 def select_backward_config(op: Any, c: Lowering, operation: str, *results: str) -> AttentionConfig:
     """The configuration of dk and dv (`operation` "keys") or of dq ("queries"). The warp-specialized kernel only stores: if one of
-    the `results` is added to, the default."""
+    the `results` is added to, the default without it."""
     t = config_of(op, c, operation)
     if t.warp_specialized and any(op.modes[name] != "store" for name in results):
         operation = "shared keys" if operation == "keys" and op.heads != op.kv_heads else operation

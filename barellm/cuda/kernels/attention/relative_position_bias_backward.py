@@ -106,7 +106,7 @@ def block_sparse_attention_drelative(
 
 def append_drelative(c: Lowering, op: Any, tile: AttentionConfig, operands: dict[str, Any], constants: dict[str, Any]) -> None:
     """Plan two launches: `block_sparse_attention_drelative` by square tiles, into scratch, and the sum of these partials into
-    drelative (M, H * D). Wide heads spill in large tiles. `operands`, `constants`: those of dq."""
+    drelative (M, H * D). With heads wider than 64 columns, tiles larger than 16 spill. `operands`, `constants`: those of dq."""
     BT = tile.keys if constants["DP"] <= 64 else min(tile.keys, 16)
     first, last = op.distances
     gaps = range(first // BT, last // BT + 2)

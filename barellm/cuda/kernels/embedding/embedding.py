@@ -80,8 +80,8 @@ def count_below(keys, key, first, last, steps):
 
 @device
 def merge_runs(merged, keys, n, run, steps, BLOCK):
-    """Merge neighbouring runs of `run` sorted keys into `merged`: a key's position is that in its own run plus that in the
-    other."""
+    """Merge neighbouring runs of `run` sorted keys into `merged`: a key's position is that in its own run plus the number of keys
+    below it in the other."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
     key = tl.load(keys + i, mask=mask, other=0)

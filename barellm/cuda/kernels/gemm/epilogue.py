@@ -63,5 +63,5 @@ def epilogue_tile(
 
 
 def epilogue_operands(pre: Any, residual: Any, epilogue: str) -> tuple[Any, Any]:
-    """(pre, other) of `epilogue_tile`: what the epilogue writes besides the result (an activation's input) and reads."""
+    """(pre, other) of `epilogue_tile`: what the epilogue writes besides the result (an activation's input), and what it reads."""
     return (None, pre) if epilogue in SLOPES else (pre, residual)

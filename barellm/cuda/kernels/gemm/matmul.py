@@ -61,8 +61,8 @@ def gemm(
 
     a is stored (M, K) or A_TRANSPOSED (K, M), b (K, N) or B_TRANSPOSED (N, K), rows NAME_STRIDE apart; pre, bias, other, EPILOGUE:
     epilogue.py. Grid: tiles, rasterized in groups of GROUP rows of tiles; with `k_per_split` axis 1 counts split-K slices of so
-    many of K, and slice s writes the s-th (M, N) of out. BM, BN, BK: powers of two; EVEN_K: BK divides K. A tile starts at a 64-bit
-    address; within it offsets are 32-bit."""
+    many of K, and slice s writes the s-th (M, N) of out. BM, BN, BK: powers of two from 16 on; EVEN_K: BK divides K. A tile starts
+    at a 64-bit address; within it offsets are 32-bit."""
     # Grouped rasterization: GROUP rows of tiles are walked column by column, so that their operands stay in L2.
     pid = tl.program_id(0)
     m_tiles, n_tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)

@@ -200,8 +200,8 @@ def fits_quantized_mma(quantization: Scheme, x: Any) -> bool:
 def launch_quantized_mma(
     c: Lowering, op: Any, quantization: Scheme, operands: dict[str, Any], grid: Any, *, epilogue: str, mode: int
 ) -> None:
-    """Plan one launch of quantized_mma for an op whose weight is quantized by `quantization`. `operands`, `grid`: as in
-    quantized.py."""
+    """Plan one launch of quantized_mma for an op whose weight is quantized by `quantization`. `operands`, `grid`: those of
+    `quantized_skinny_gemm`."""
     N, K = int(op.columns), int(op.x.shape[-1])
     stride = {name: view_stride(operands[name]) or N for name in ("out", "pre", "other") if operands[name] is not None}
     constants = {

@@ -115,7 +115,7 @@ def softcap_row_losses(
 ):  # fmt: skip
     """Softcapped cross-entropy with multi-token prediction of one row, a program each: losses = sum of w_j (lse - z[t_j]) over the
     next PREDICT tokens t_j with run-time weights w_j; `nexts` = lse - z[t_0], the next token alone; and lse and dlogits if they are
-    given. Operands and shapes: of the module. dlogits may alias logits: the targets' logits are read first."""
+    given. Operands and shapes: of the module. dlogits may alias logits: the targets' logits are read before any write."""
     row = tl.program_id(0).to(tl.int64)
     position = (first + row) % length  # in its sequence
     logits += row * V

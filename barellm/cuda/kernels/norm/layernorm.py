@@ -151,8 +151,8 @@ def offset_of(mean, dn, C):
 
 @device
 def layernorm_dx(dx, dy, x, weight, mean, rstd, scalars, rows, C, BR, BC, MODE):
-    """dx = rstd (dn - mean(dn) - n mean(dn n)) of BR short rows, with n = (x - mean) rstd and dn = dy weight; RMSNorm: no
-    mean(dn)."""
+    """dx = rstd (dn - mean(dn) - n mean(dn n)) of BR short rows, with n = (x - mean) rstd and dn = dy weight; an RMSNorm (`mean`
+    None) has no mean(dn)."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.arange(0, BC)
     live, inside = row < rows, column < C

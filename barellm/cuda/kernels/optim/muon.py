@@ -88,7 +88,7 @@ def lower_momentum(op: Any, c: Lowering) -> None:
 def muon_normalize(table, ENTRIES, WIDE, UNIT, SPAN, BLOCK, HALF, FP16, SUM_BLOCK):
     """x = u / (margin |u| + eps), the start of the Newton-Schulz steps: u and x (n) of the dtype of HALF, FP16. A program does SPAN
     elements of a matrix, an entry of the table (NORMALIZE_FIELDS). |u|^2 is the sum of the matrix's partial sums (of
-    muon_momentum), which each program adds for itself: they are few. `margin` > 1: for rounding."""
+    muon_momentum), which each program adds for itself: they are few. `margin` > 1: against rounding."""
     entry, block = find_entry(table, ENTRIES, WIDE)
     n, count = integer(table, entry, UNITS, ENTRIES) * UNIT, integer(table, entry, COUNT, ENTRIES)
     sums, j = pointer(table, entry, SUMS, ENTRIES, tl.float32, 4), tl.arange(0, SUM_BLOCK)

@@ -133,7 +133,7 @@ def scale_and_slope(factor, SCALE, SQUASH):
 @device
 def gated(y, base, x, z, factor, scalars, rows, seq, C, N, X_STRIDE, BASE_STRIDE, SCALE, SQUASH, SHIFT, BR, BC, MODE):
     """y (rows, C) = base (None: 0) + gate x, gate = SCALE factor sigmoid(z), a block (BR, BC) for each program, all of whose
-    columns belong to one of N gates of C / N columns. z (rows, N) fp32: of gate_logits. SHIFT: x of SHIFT positions before."""
+    columns belong to one of N gates of C / N columns. z (rows, N) fp32: of gate_logits. SHIFT: x of the position SHIFT before."""
     D: tl.constexpr = C // N  # columns of a gate
     blocks: tl.constexpr = (D + BC - 1) // BC
     n = tl.program_id(1) // blocks  # the gate
@@ -178,7 +178,7 @@ def gated_backward(
 ):  # fmt: skip
     """Gradients of `gated`: dx (rows, C) = dy gate, dz (rows, N) = gate (1 - sigmoid(z)) dot(dy, x) over a gate's columns, and
     dfactor (1), each stored or added: BR rows of one gate's columns a program, BC at a time. A program's part of dfactor goes to
-    partials (programs), which the last program adds up (single_pass_reduction.py). Grid: rows, gates."""
+    partials (programs), which the last program adds up (single_pass_reduction.py). Grid: blocks of rows, gates."""
     D: tl.constexpr = C // N  # columns of a gate
     n = tl.program_id(1)  # the gate
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)

@@ -95,7 +95,7 @@ def mix_backward(
 ):  # fmt: skip
     """dx_j = k_j dy of up to four terms, and dk_j = sum(dy x_j) of learned coefficients, in one pass over dy (n), SPAN elements for
     each program, whose sums t_j of dy x_j go to partials (learned, STRIDE) fp32; the last program adds them up. x_j: the forward
-    pass's; None: no such term. NUMBERS, MODES, DK_MODES, PARTIALS: of the module, an entry for each term."""
+    pass's; None: there is no such term. NUMBERS, MODES, DK_MODES, PARTIALS: of the module, an entry for each term."""
     n = units.to(tl.int64) * UNIT
     t0, t1 = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     t2, t3 = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
