@@ -8,7 +8,7 @@ Weights, in this order. Matrices are stored (out, in), but for `mlp.down` and `h
     values.0, 1, ...        (Vp, C)      embeddings that are added to attention's values, one for each layer of `values`
     qkv.scale, proj.scale   (L)          factors of what goes into each layer's attention, and of what comes out
     resid.attn, resid.mlp   (L)          factors of the residual stream
-    post.mlp, lanes.*       (L)          factors of what MLP and attention add to each lane
+    post.*, lanes.*         (L)          factors of what MLP and attention add to each lane
     x0.scale, bigrams.scale (L)          factors of the embeddings in each layer
     smear.scale, skip.scale, backout.scale   (1)
     smear.gate, skip.gate   (1, 12)      gates read the first 12 columns
@@ -125,6 +125,19 @@ class Config(ModelConfig):
         "what Adam's embeddings, gates and LM head keep of an update: fp32: all 32 bits; bf16: the nearest bf16, as in "
         "the record (docs/optimizers.md)",
     )
+    post_attn: bool = value(False, "a learned factor of what attention adds before `lanes_from`, too (the record left it out)")
+    post_mlp: str = one_of(
+        ("output", "folded"),
+        "output",
+        "where the MLP's learned factor is: output: of what it adds, one for each lane; folded: of its second matrix, so that both "
+        "lanes get the same",
+    )
+    inject: str = one_of(
+        ("after", "before"),
+        "after",
+        "where x0 and bigrams are added in a layer: after its attention, or before, which then reads them",
+    )
+    inject_skipped: bool = value(False, "add x0 and bigrams in the layers without attention too")
     softcap: bool = value(True, "logit softcapping: 23 sigmoid((x + 5) / 7.5)")
     fp8: str = one_of(
         ("off", "static", "delayed", "floating"),
@@ -219,8 +232,11 @@ def _factors(cfg: Config) -> dict[str, tuple[int, float]]:
     L, lanes = cfg.layers, max(0, cfg.layers - cfg.lanes_from)
     found = {"qkv.scale": (L, 0.5), "proj.scale": (L, 1.0), "resid.attn": (L, sqrt(1.1)), "resid.mlp": (L, sqrt(1.1))}
     found |= {"post.mlp": (L, 1.0), "x0.scale": (L, 0.0)}
+    if cfg.post_attn:
+        found["post.attn"] = (L, 1.0)
     if lanes:
-        found |= {"lanes.attn0": (L, 1.0), "lanes.attn1": (L, 1.5), "lanes.mlp1": (L, 1.0)}
+        found |= {"lanes.attn0": (L, 1.0), "lanes.attn1": (L, 1.5)}
+        found |= {"lanes.mlp1": (L, 1.0)} if cfg.post_mlp == "output" else {}
     if cfg.bigram:
         found["bigrams.scale"] = (L, 0.05)
     if cfg.smear:
@@ -284,6 +300,12 @@ def _trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor) -> Tensor:
     seen = _Seen(p.yarn_tables(yarn(cfg, 0), 2 * cfg.max_seq), _starts(p, cfg, tokens_BT))
     lane1_BTC = saved_BTC = backout_BTC = None
 
+    def injected(i: int) -> list[Term]:
+        terms: list[Term] = [(x0_BTC, number("x0.scale", i))]
+        if bigram_BTC is not None and i > 0:  # before layer 0 it has been added already
+            terms.append((bigram_BTC, number("bigrams.scale", i)))
+        return terms
+
     # --- layers ---
     for i, layer in enumerate(w.layers):
         if i == cfg.lanes_from:
@@ -296,25 +318,30 @@ def _trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor) -> Tensor:
                     lane0_BTC = p.gated(saved_BTC, z_BT1, base=lane0_BTC, **how)
                     if lane1_BTC is not None:
                         lane1_BTC = p.gated(saved_BTC, z_BT1, base=lane1_BTC, **how)
+                if cfg.inject_skipped:
+                    lane0_BTC = p.mix((lane0_BTC, 1.0), *injected(i))
             else:
                 scales = number("qkv.scale", i), number("proj.scale", i)
                 ve_BTC = None if layer.ve is None else p.embedding(tokens_BT, layer.ve, dtype=p.compute)
-                a_BTC = _attention(p, cfg, layer, norm(lane0_BTC), ve_BTC, scales, seen, i)
-                terms: list[Term] = [(lane0_BTC, number("resid.attn", i))]
-                terms.append((a_BTC, number("lanes.attn0", i) if lane1_BTC is not None else 1.0))
-                terms.append((x0_BTC, number("x0.scale", i)))
-                if bigram_BTC is not None and i > 0:  # before layer 0 it has been added already
-                    terms.append((bigram_BTC, number("bigrams.scale", i)))
-                lane0_BTC = p.mix(*terms)
+                before, after = (injected(i), ()) if cfg.inject == "before" else ((), injected(i))
+                resid: Term = (lane0_BTC, number("resid.attn", i))
+                if before:
+                    resid = p.mix(resid, *before), 1.0
+                a_BTC = _attention(p, cfg, layer, norm(resid[0]), ve_BTC, scales, seen, i)
+                post = "lanes.attn0" if lane1_BTC is not None else "post.attn"
+                lane0_BTC = p.mix(resid, (a_BTC, number(post, i) if post in f else 1.0), *after)
                 if lane1_BTC is not None:
                     lane1_BTC = p.mix((lane1_BTC, number("resid.attn", i)), (a_BTC, number("lanes.attn1", i)))
             if i == cfg.skip_from:
                 saved_BTC = lane0_BTC
             h_BTC = norm(lane0_BTC if lane1_BTC is None else lane1_BTC)
-            m_BTC = p.linear(p.activate(p.linear(h_BTC, layer.up), "relu2"), layer.down, transposed_weight=True)
-            lane0_BTC = p.mix((lane0_BTC, number("resid.mlp", i)), (m_BTC, number("post.mlp", i)))
+            h_BTF, folded = p.activate(p.linear(h_BTC, layer.up), "relu2"), cfg.post_mlp == "folded"
+            if folded:
+                h_BTF = p.mix((h_BTF, number("post.mlp", i)), dtype=p.compute)
+            m_BTC = p.linear(h_BTF, layer.down, transposed_weight=True)
+            lane0_BTC = p.mix((lane0_BTC, number("resid.mlp", i)), (m_BTC, 1.0 if folded else number("post.mlp", i)))
             if lane1_BTC is not None:
-                lane1_BTC = p.mix((lane1_BTC, number("resid.mlp", i)), (m_BTC, number("lanes.mlp1", i)))
+                lane1_BTC = p.mix((lane1_BTC, number("resid.mlp", i)), (m_BTC, 1.0 if folded else number("lanes.mlp1", i)))
         if i == cfg.backout:
             backout_BTC = lane0_BTC
 

@@ -50,6 +50,15 @@ LEFT_OUT = {
     "documents": {"separator": -1},
 }
 
+# What pull request 233 lists as tried, and what its record left out.
+VARIANTS = {
+    "factors of attention": {"post_attn": True},
+    "folded factor of the MLP": {"post_mlp": "folded"},
+    "x0 before attention": {"inject": "before"},
+    "x0 without attention": {"inject_skipped": True},
+    "all": {"post_attn": True, "post_mlp": "folded", "inject": "before", "inject_skipped": True},
+}
+
 
 def test_the_record_s_schedule():
     """Its published steps: stages begin at 483, 967 and 1450; the rate falls from step 580 to 0.15; the embedding leaves at 967."""
@@ -194,6 +203,53 @@ def test_each_part_can_be_left_out(left_out):
     assert abs(loss_of_the_whole() - wanted[0]) > 1e-6  # it made a difference
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_gradient_of_a_variant_is_the_slope_of_its_loss(variant):
+    """Along a random direction through all parameters, in float64; and the loss is another one than the record's."""
+    rng, results = np.random.default_rng(0), []
+    row = rng.integers(0, 61, (1, 41)).astype(np.int32)
+    for model in (replace(SMALL, **VARIANTS[variant]), SMALL):
+        programs = programs_of(model, "fp32")
+        session = ReferenceSession({name: programs[name] for name in ("init", "forward_backward")}, dtype="float64")
+        session.run("init", seed=1)
+        training_schedule(Run(preset="", model=model, optim=OPTIM, train=TrainConfig(micro_batch_size=1, seq=40, steps=6))).on_step(
+            session, 0, 6
+        )
+        weights = {name: t.shape for name, t in sorted(session.tensors.items()) if t.role == "parameter"}
+        rng = np.random.default_rng(1)
+        base = {name: session.read(name) + rng.normal(0, 0.3 / len(shape) ** 3, shape) for name, shape in weights.items()}
+        along = {name: 0.02 * rng.standard_normal(shape) for name, shape in weights.items()}
+
+        def loss(at: float, session=session, base=base, along=along) -> float:
+            for name in base:
+                session.write(name, base[name] + at * along[name])
+            session.write("tokens", row[:, :-1])
+            session.write("targets", row[:, 1:])
+            session.run("forward_backward", batch=1, seq=40, inv_targets=1 / 40, accumulate=0)
+            return float(session.read("loss")[0])
+
+        h = 1e-5
+        slope = (loss(h) - loss(-h)) / (2 * h)
+        here = loss(0.0)
+        assert sum((session.read(f"{name}.grad") * along[name]).sum() for name in along) == pytest.approx(slope, rel=1e-6)
+        results.append(here)
+    assert abs(results[0] - results[1]) > 1e-5
+
+
+@pytest.mark.parametrize("compute, variant", [("fp32", name) for name in VARIANTS] + [("bf16", "all")])
+@pytest.mark.extended
+def test_a_variant_trains_like_the_references(compute, variant):
+    model = replace(SMALL, **VARIANTS[variant])
+    digests = set()
+    for threads in (1, 2):
+        session = CpuSession(programs_of(model, compute), threads=threads)
+        found = trained(session, model, 4)
+        digests.add(session.digest())
+        session.close()
+    wanted = trained(ReferenceSession(programs_of(model, compute), dtype="float64"), model, 4)
+    assert found == pytest.approx(wanted, rel=3e-5 if compute == "fp32" else 3e-3) and len(digests) == 1
+
+
 FACTORS = {"qkv.scale": 11, "proj.scale": 11, "resid.attn": 11, "resid.mlp": 11, "post.mlp": 11, "x0.scale": 11}
 FACTORS |= {"lanes.attn0": 11, "lanes.attn1": 11, "lanes.mlp1": 11, "bigrams.scale": 11}
 FACTORS |= {"smear.scale": 1, "backout.scale": 1, "skip.scale": 1}
@@ -272,7 +328,8 @@ def test_the_loss_that_a_user_sees_is_that_of_the_next_token(tmp_path, monkeypat
     assert losses[0] == pytest.approx(log(columns), rel=0.02) and losses[-1] < losses[0]
 
 
-NEW = {"model": ("bigram_first", "adam_weights"), "data": ("span_shards",), "train": ("eval_from", "eval_seq")}
+VARIED = ("post_attn", "post_mlp", "inject", "inject_skipped")
+NEW = {"model": ("bigram_first", "adam_weights", *VARIED), "data": ("span_shards",), "train": ("eval_from", "eval_seq")}
 
 
 @pytest.mark.extended

@@ -19,10 +19,12 @@ from barellm.assembly.programs import build
 from barellm.cli.main import main
 from barellm.config import OptimConfig
 from barellm.cpu.step import CpuSession
+from barellm.errors import UserError
 from barellm.models import user_model
 from barellm.models.gpt2 import Config as Gpt2
 from barellm.models.llama3 import Config as Llama
 from barellm.optim.adamw import adamw
+from barellm.program.builder import Program, Store
 from barellm.program.dtypes import PRECISIONS
 from barellm.program.loss_scale import FIRST_SCALE, LEAST_SCALE, MOST_SCALE
 from barellm.runtime.reference import ReferenceSession
@@ -137,6 +139,25 @@ def test_branches_whose_gradients_have_no_scale_in_common():
         assert max(relative(name, found) for name in watched) > 0.9, power
     found = gradients(model, BRANCHES, powers=(14, -10, 14, -10))
     assert max(relative(name, found) for name in watched) < 0.01
+
+
+@pytest.mark.parametrize("elsewhere", ["another branch", "the stream"])
+def test_a_weight_of_two_scales_is_refused(elsewhere):
+    p = Program(Store(), compute=BRANCHES)
+    x, targets = p.input("x", (2, 3, 8), "fp32"), p.input("targets", (2, 3))
+    weight, gain = p.parameter("shared", (8, 8), std=0.1), p.parameter("gain", (8,), value=1.0)
+    with p.branch("a"):
+        y = p.linear(p.rmsnorm(x, gain), weight)
+    x = p.add(x, y)
+    if elsewhere == "another branch":
+        with p.branch("b"):
+            y = p.linear(p.rmsnorm(x, p.parameter("other", (8,), value=1.0)), weight)
+        x = p.add(x, y)
+    else:
+        x = p.linear(x, weight)
+    loss = p.classifier(p.rmsnorm(x), p.parameter("head", (8, 8), std=0.1), targets, valid_vocab=8)
+    with pytest.raises(UserError, match=r"^train.branch_scales is true, and shared is read in a residual branch and elsewhere$"):
+        p.backward(loss)
 
 
 @pytest.mark.extended
