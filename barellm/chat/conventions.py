@@ -68,15 +68,16 @@ def read(files: Mapping[str, bytes], token_ids: Mapping[str, int], *, eot: int |
     settings, generation, ids = (found.get(name, {}) for name in (SETTINGS, GENERATION, IDS))
     named = _named({**found.get("special_tokens_map.json", {}), **settings})
     by_purpose = {purpose: token_ids[name] for purpose, name in named.items() if name in token_ids}
-    config_ids = [_ids(where, key, each) for key in ID_KEYS for where, each in ((GENERATION, generation), (CONFIG, ids))]
+    config_ids = {key: [*_ids(GENERATION, key, generation), *_ids(CONFIG, key, ids)] for key in ID_KEYS}
+    # A text ends at any of these; the first is the one that is written: the tokenizer's, if it has one.
     ends = [by_purpose["eos_token"]] if "eos_token" in by_purpose else []
-    ends += [*config_ids[2], *config_ids[3]]
+    ends += config_ids["eos_token_id"]
     ends = ends or [token_ids[name] for name in AFTER_TEXT if name in token_ids] or ([] if eot is None else [eot])
     if isinstance(add_bos := settings.get("add_bos_token"), bool):
         begin = by_purpose.get("bos_token") if add_bos else None
     else:
         begin = leading if leading is not None or settings else eot
-    pads = [by_purpose["pad_token"]] if "pad_token" in by_purpose else [*config_ids[4], *config_ids[5]]
+    pads = [by_purpose["pad_token"]] if "pad_token" in by_purpose else config_ids["pad_token_id"]
     return Conventions(
         begin=begin, end=ends[0] if ends else None, ends=frozenset(ends) | (frozenset() if eot is None else {eot}),
         pad=pads[0] if pads else None, named=named, templates=_templates(files, settings, found.get(OLD_TEMPLATE, {})),

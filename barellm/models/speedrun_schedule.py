@@ -93,7 +93,8 @@ class Stages:
         )  # fmt: skip
 
     def on_step(self, session: ScheduledSession, index: int, total: int | None) -> None:
-        """Set the windows, loss weights and YaRN tables of step `index`."""
+        """Set what step `index` reads: the scalars window_short and window_long (tokens), mtp_0, mtp_1, ... (weights of the next
+        tokens' losses) and attention_scale, and the YaRN tables. Behind the last step, `total`, it is the last window of all."""
         schedule, cfg = self.schedule(total), self._config
         number = schedule.index(index)
         short, long = (blocks * cfg.block for blocks in schedule.stages[number].windows)
@@ -102,7 +103,7 @@ class Stages:
         angles = yarn(cfg, number)
         weights = schedule.weights(index)
         session.default_scalars |= {f"mtp_{k}": weight for k, weight in enumerate(weights)}
-        if angles.scale != session.default_scalars.get("attention_scale"):  # both follow from the long window
+        if angles.scale != session.default_scalars.get("attention_scale"):  # the tables and the scale change at the same steps
             for name, values in zip(("yarn.cos", "yarn.sin"), angles.tables(2 * cfg.max_seq), strict=True):
                 session.write(name, values)
         session.default_scalars |= {"window_short": short, "window_long": long, "attention_scale": angles.scale}

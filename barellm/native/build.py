@@ -171,6 +171,7 @@ def patterns(run: Run, temporary: Path) -> tuple[str, str]:
     data.mkdir()
     for name, stream in (("train", run.data.train), ("val", run.data.val)):
         _write(data, name, stream, run.data.tokenizer.vocab_size)
+    # Where they will lie: the caller renames `temporary` once the program is complete.
     last = temporary.with_name(temporary.name.removeprefix(TEMPORARY)) / "data"
     return str(last / "train_*.bin"), str(last / "val_*.bin")
 

@@ -2,7 +2,7 @@
 
 Shapes: a (rows, depth) row-major activations; weight (cols, depth) for fprop, (depth, cols) for dgrad; out (rows, cols).
 
-The loops are gemm_mainloop.py's. Between the run_mainloop-adds of a micro-kernel (unless the config's `overlap` says otherwise) the
+The loops are gemm_mainloop.py's. Between the multiply-adds of a micro-kernel (unless the config's `overlap` says otherwise) the
 thread prefetches the lines of C that the epilogue will touch and packs a piece of the next B panel. An epilogue with GELU's slope
 is deferred: that of the tile before runs between them too, for its loads and table look-ups use other ports. GELU itself is slower
 so: its division stalls the multiplier wherever it stands."""
