@@ -37,6 +37,7 @@ from barellm.optim.normuon import speedrun_update
 from barellm.optim.recipes import optimize
 from barellm.program import block_layouts, layouts
 from barellm.program.builder import Program, Store
+from barellm.program.dtypes import PRECISIONS, Precision
 from barellm.program.ops import LayerNormDx, RMSNormDx
 from barellm.program.ops.base import Op
 from barellm.program.ops.pointwise.tausworthe import GENERATORS
@@ -60,7 +61,7 @@ SMALL = ModelConfig(layers=1, heads=2, d_model=64, vocab_size=320, padded_vocab=
 
 
 def specs(
-    model: ModelConfig | Llama, batch: int, compute: str, arch: int, *, moments: str = "fp32", tf32: bool = False
+    model: ModelConfig | Llama, batch: int, compute: str | Precision, arch: int, *, moments: str = "fp32", tf32: bool = False
 ) -> dict[Specialisation, str]:
     """Everything that training, evaluation and decoding of a model launch, with the op that needs it."""
     _, programs = build(
@@ -247,10 +248,16 @@ def row_specs(C: int, compute: str, *, backward: bool) -> dict[Specialisation, s
     return lower_and_plan({"p": p}, Target(90)).specs
 
 
+def branch_scale_specs() -> dict[Specialisation, str]:
+    found = specs(GPT2, 64, replace(PRECISIONS["fp16"], branch_scales=True), 90)
+    return one_of_each({s: op for s, op in found.items() if s.name in ("gradient_scale", "update_scale")})
+
+
 TABLES: dict[str, Callable[[], dict[Specialisation, str]]] = {
     "gpt2-124m bf16": lambda: specs(GPT2, 64, "bf16", 90),
     "odd fp32": lambda: one_of_each(specs(ODD, 3, "fp32", 90)),
     "gpt2-124m fp16": lambda: one_of_each(specs(GPT2, 64, "fp16", 90)),
+    "branch scales fp16": branch_scale_specs,
     "GEMM in TF32": lambda: one_of_each({s: op for s, op in specs(GPT2, 64, "fp32", 90, tf32=True).items() if s.name == "gemm"}),
     "GEMM on Hopper": hopper_products,
     "llama-124m bf16": lambda: llama_specs(LLAMA, 64, "bf16"),
