@@ -79,6 +79,9 @@ class TrainKeys(TypedDict, total=False):
     init_from: str
     dtype: str
     branch_scales: bool
+    matmul_formats: str
+    exponent_bias: str
+    stochastic_rounding: str
     recompute: bool
     gemm_backend: str
     tf32: bool

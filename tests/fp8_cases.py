@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import ml_dtypes
 import numpy as np
 import pytest
 
+from barellm.config.number_formats import number_format
 from barellm.program import ops
 from barellm.program.dtypes import LARGEST, numpy_dtype
 from barellm.program.ops.gemm.fp8 import Static
-from barellm.program.ops.optim.scales import Delayed, Floating
+from barellm.program.ops.optim.scales import BLOCKSPARSE, Delayed, Floating
 from tests.cases import chain_bound, normal
 from tests.check import EPS, persistent, tokens
+
+# Names of formats -> ml_dtypes' of the same numbers. It rounds to nearest even, and to infinity or NaN beyond the largest number.
+OTHERS = {
+    "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "e3m4": "float8_e3m4", "e2m1": "float4_e2m1fn", "e2m3": "float6_e2m3fn",
+    "e3m2": "float6_e3m2fn", "e5m10": "float16", "e8m7": "bfloat16",
+}  # fmt: skip
+# (name, power of two that the numbers are multiplied by, dtype): those of which the dtype's normal numbers hold all
+FORMS = [*((n, 0, "fp32") for n in OTHERS), *((n, -20, "fp32") for n in OTHERS if n != "e8m7")]
+FORMS += [(n, 0, "bf16") for n in OTHERS if n not in ("e5m10", "e8m7")]
+each_form = pytest.mark.parametrize("name, shift, dtype", FORMS)
+RANDOM = {"seed": 5, "step": 2, "sample": 9}
 
 STATIC = Static("head", x=5 / 448, weight=1.6 / 448, dy=0.75 / 448)
 WAYS = {"static": STATIC, "delayed": Delayed("head", (5 / 448, 1.6 / 448, 0.75 / 448)), "floating": Floating("head")}
@@ -91,10 +106,34 @@ def product_case(op_type, shape, mode: str = "store", dtype: str = "fp32", sums_
 def floating_case(values: np.ndarray, emax: int, denormals: bool) -> tuple[dict, np.ndarray]:
     """What `check_op` wants, and the numbers that must come out, bit for bit."""
     given = {"x": tokens(values), "bias": persistent(np.array([emax, 3.0]), "fp32", "state")}
-    attrs = {"dtype": "fp32", "denormals": denormals, "per_target": True}
+    form = replace(BLOCKSPARSE, denormals=denormals)
+    attrs = {"dtype": "fp32", "format": form, "ties": "away", "per_target": True}
     op = ops.RoundFloating({}, attrs)
     wanted = op.reference(given["x"].values, given["bias"].values, inv_targets=0.25)["y"]
     return {"given": given, **attrs, "scalars": {"inv_targets": 0.25}, "bounds": {"y": None}}, wanted
+
+
+def format_case(values: np.ndarray, name: str, shift: int, dtype: str = "fp32") -> tuple[dict, np.ndarray]:
+    """What `check_op` wants of a format whose numbers are times 2^shift, and what ml_dtypes makes of x, bit for bit."""
+    form = number_format(name)
+    assert form is not None
+    bias = 0.6 * 2.0 ** (form.top + shift) if shift else form.top  # a scale, whose logarithm is rounded up
+    given = {"x": tokens(values, dtype), "bias": persistent(np.array([bias]), "fp32", "state")}
+    attrs = {"dtype": dtype, "format": form, "ties": "even", "per_target": False, "of_scale": shift != 0}
+    with np.errstate(over="ignore"):
+        x = given["x"].values * 2.0**-shift
+        most = form.largest * 2.0**form.top
+        wanted = np.clip(x, -most, most).astype(getattr(ml_dtypes, OTHERS[name], OTHERS[name])).astype(np.float64)
+    wanted = np.where(np.isnan(x), np.nan, wanted)  # the shortest have none
+    return {"given": given, **attrs, "scalars": {}, "bounds": {"y": None}}, wanted * 2.0**shift
+
+
+def stochastic_case(values: np.ndarray, name: str) -> tuple[dict, np.ndarray]:
+    """The same of stochastic rounding, by the op's reference."""
+    case, _ = format_case(values, name, 0)
+    case |= {"ties": "stochastic", "stream": 3, "scalars": RANDOM}
+    op = ops.RoundFloating({}, {k: case[k] for k in ("dtype", "format", "ties", "per_target", "of_scale", "stream")})
+    return case, op.reference(case["given"]["x"].values, case["given"]["bias"].values, **RANDOM)["y"]
 
 
 def scale_cases() -> list[tuple[type, dict]]:

@@ -8,11 +8,14 @@ from typing import Any
 from barellm import models
 from barellm.assembly import advice, quantized, self_check
 from barellm.config import Config, TrainConfig
+from barellm.config.fields import words
+from barellm.config.number_formats import number_formats
 from barellm.errors import UserError, nearest, shown
 from barellm.models.training_schedule import on_step, runs_per_step
 from barellm.program import planner
 from barellm.program.builder import Program
 from barellm.program.dtypes import PRECISIONS
+from barellm.program.matmul_formats import MatmulFormats
 from barellm.program.planner import Plan
 from barellm.program.ranks import Ranks
 from barellm.program.tensor import Tensor
@@ -163,11 +166,23 @@ def build_programs(
         start_reduce_scatter=lambda p: start_reduce_scatter(p, config.optim, hidden, ranks), recompute=train.recompute,
         ranges=train.exponent_stats > 0, eval_batch=eval_batch, eval_seq=eval_seq, decode_batch=0 if positions == 0 else rows,
         decode_seq=positions or 0, score_batch=scoring[0] if scoring else 0, score_seq=scoring[1] if scoring else 0,
-        adapter=config.adapter if training else None, documents=documents, exact=exact,
+        adapter=config.adapter if training else None, documents=documents, exact=exact, formats=matmul_formats(train, ranks),
     )  # fmt: skip
     if training and config.adapter.codes:
         quantized.quantize_frozen(programs, config.adapter.codes)
     return programs
+
+
+def matmul_formats(train: TrainConfig, ranks: Ranks = ALONE) -> MatmulFormats | None:
+    """The formats that `train.matmul_formats` and its like ask for. UserError where each rank would have states of its own."""
+    if not train.matmul_formats:
+        return None
+    if ranks.count > 1 and train.exponent_bias in ("delayed", "learned"):
+        raise UserError(
+            f"train.exponent_bias is {train.exponent_bias} with {ranks.count} ranks, each of which would have its own: "
+            "expected static or floating"
+        )
+    return MatmulFormats(number_formats(train.matmul_formats), train.exponent_bias, words(train.stochastic_rounding))
 
 
 def shards_of(config: Config, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, Sequence[tuple[int, int]]]]:

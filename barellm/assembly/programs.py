@@ -13,6 +13,7 @@ from barellm.models import adapters
 from barellm.models.user_model import mistakes_named, place
 from barellm.program import dtypes, exponent_stats, ops
 from barellm.program.builder import Program, Store
+from barellm.program.matmul_formats import MatmulFormats
 from barellm.program.tensor import Dim, Documents, Tensor
 
 SHORT = 64  # positions: no backend feeds a prompt in smaller pieces
@@ -25,10 +26,10 @@ def build(
     optimizer: Callable[[Program], None] | Mapping[str, Callable[[Program], None]] | None = None, recompute: bool = False,
     start_reduce_scatter: Callable[[Program], None] | None = None, ranges: bool = False, eval_batch: int = 0, eval_seq: int = 0,
     decode_batch: int = 0, decode_seq: int = 0, score_batch: int = 0, score_seq: int = 0, adapter: AdapterConfig | None = None,
-    documents: bool = False, exact: bool = False,
+    documents: bool = False, exact: bool = False, formats: MatmulFormats | None = None,
 ) -> tuple[Store, dict[str, Program]]:  # fmt: skip
     """A store and its programs by name. What is 0 or None is left out. With `documents` the inputs "positions" and "starts" say
-    what each token of training and evaluation sees (`program.tensor.Documents`).
+    what each token of training and evaluation sees (`program.tensor.Documents`). `formats`: those that training simulates.
 
     init                    parameters from the scalar seed, with `adapter` those that are trained
     init_frozen             with `adapter`: the others
@@ -72,7 +73,10 @@ def build(
         for name in ("forward_backward", "forward_backward_stats") if ranges else ("forward_backward",):
             p = programs[name] = Program(store, compute=compute)
             loss = p.output("loss", _loss(p, model, batch, seq, training=True, documents=documents))
+            forward = formats.round_forward(p) if formats else []
             gradients = p.backward(loss, recompute=recompute)
+            if formats:
+                formats.round_gradients(p, forward)
             if start_reduce_scatter is not None:
                 start_reduce_scatter(p)
             if name == "forward_backward_stats":

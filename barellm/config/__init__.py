@@ -7,6 +7,7 @@ from typing import Any
 
 from barellm.config.adapter import AdapterConfig
 from barellm.config.fields import Section, at_least, below_one, between, inside_one, one_of, some_of, value
+from barellm.config.number_formats import OPERANDS, number_formats
 from barellm.errors import UserError
 
 GEMM_BACKENDS = ("barellm", "triton", "cublaslt")
@@ -14,6 +15,7 @@ MOMENTS = ("fp32", "16bit", "16bit-stochastic")
 DROPOUT_BITS = ("threefry", "taus88", "lfsr113")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 EVALUATED = ("spread", "first")  # which tokens of the validation text
+EXPONENT_RULES = ("static", "floating", "delayed", "learned")
 TRACKERS = ("tensorboard", "wandb", "trackio")
 MASKS = ("auto", "on", "off")  # of documents in a row
 ORDERS = ("epoch", "random", "documents", "sequential", "llmc")
@@ -21,6 +23,15 @@ OPTIMIZERS = ("adamw", "muon", "speedrun")
 ORTHOGONALIZATIONS = ("polar-express", "jordan")  # Muon's coefficients of the Newton-Schulz iteration
 STEP_SCALES = ("jordan", "moonshot")  # Muon: scale of the update by the matrix's shape, or to the RMS of AdamW's
 MOST_NS_STEPS = 5  # for which there are coefficients
+
+
+def _formats(key: str, found: str, config: Any) -> str | None:
+    if found:
+        try:
+            number_formats(found)
+        except ValueError as error:
+            return f"{key} is {found!r}, expected {error}"
+    return None
 
 
 class ModelConfig(Section, section="model"):
@@ -193,6 +204,16 @@ class TrainConfig(Section, section="train"):
         "dynamic loss scale")  # fmt: skip
     branch_scales: bool = value(False,
         "of fp16: a gradient scale of each residual branch, besides the loss scale (per-resblock gradient scaling)")  # fmt: skip
+    matmul_formats: str = value("",
+        "simulated number formats of matmul operands in training (docs/fp8.md): eXmY, as e4m3, or three with commas between them "
+        "for activations, weights and gradients; empty: those of train.dtype", check=_formats)  # fmt: skip
+    exponent_bias: str = one_of(EXPONENT_RULES, "static",
+        "exponent bias of train.matmul_formats: static (the format's, or Z of eXmYbZ), or for each tensor floating (by its amax), "
+        "delayed (by its amax in the last 16 micro-batches) or learned (by its amax and two exponents more, at steps that "
+        "double)")  # fmt: skip
+    stochastic_rounding: str = some_of(OPERANDS,
+        "operands that are rounded stochastically to train.matmul_formats, with commas between them; others: to "
+        "nearest")  # fmt: skip
     recompute: bool = value(False, "activation (gradient) checkpointing; recomputed in the backward pass: less memory, more work")
     gemm_backend: str = one_of(GEMM_BACKENDS, "barellm", "matmuls on a GPU: barellm's own, those in triton alone, or cublaslt")
     tf32: bool = value(False, "on a GPU: fp32 matmuls in TF32 on tensor cores, with 10 bits of mantissa")
@@ -206,6 +227,12 @@ class TrainConfig(Section, section="train"):
         super().__post_init__()
         if self.steps < 1 and self.minutes == 0 and self.epochs == 0:
             raise UserError(f"train.steps is {self.steps}, expected at least 1, or train.minutes above 0")
+        for key, default in (("exponent_bias", "static"), ("stochastic_rounding", "")):
+            if not self.matmul_formats and getattr(self, key) != default:
+                raise UserError(f"train.{key} is {getattr(self, key)!r} and train.matmul_formats empty, expected formats, as e4m3")
+        if "b" in self.matmul_formats and self.exponent_bias != "static":
+            found = f"train.matmul_formats is {self.matmul_formats!r} and train.exponent_bias {self.exponent_bias}"
+            raise UserError(f"{found}, expected static, or formats without a bias")
         if bool(self.batch_rampup_from) != bool(self.batch_rampup_tokens):
             first, tokens = self.batch_rampup_from, self.batch_rampup_tokens
             found = f"train.batch_rampup_from is {first} and train.batch_rampup_tokens {tokens}"

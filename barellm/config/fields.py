@@ -93,14 +93,19 @@ def one_of(known: Sequence[str], default: str, help: str, **more: Any) -> Any:
     return value(default, help, check=check, **more)
 
 
+def words(text: str) -> tuple[str, ...]:
+    """The words of a comma-separated list."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
 def some_of(known: Sequence[str], help: str) -> Any:
     """A field for a comma-separated list of these words; default: none."""
 
     def check(key: str, found: Any, config: Any) -> str | None:
-        words = [word.strip() for word in found.split(",") if word.strip()]
-        if unknown := [word for word in words if word not in known]:
+        named = words(found)
+        if unknown := [word for word in named if word not in known]:
             return f"{key} names {unknown[0]!r}, expected any of {', '.join(known)}"
-        repeated = [word for i, word in enumerate(words) if word in words[:i]]
+        repeated = [word for i, word in enumerate(named) if word in named[:i]]
         return f"{key} names {repeated[0]!r} twice, expected each once" if repeated else None
 
     return value("", help, check=check)

@@ -60,7 +60,8 @@ class Gradients:
         self.of: dict[Tensor, Tensor] = {}  # pending: written, and not yet taken by the op that made the forward tensor
         self.parts: dict[Tensor, Parts] = {}  # gradients so far written through views only
         self.holders: Counter[Tensor] = Counter()  # gradient -> how many forward tensors have it as theirs
-        self.origin: dict[Tensor, Tensor] = {}  # output of a recomputed op -> the original
+        # Output of a recomputed op -> the original; y of an op that passes its gradient on -> x.
+        self.origin: dict[Tensor, Tensor] = {op.y: op.x for op in graph.ops if op.passes_gradient}
         self.parameters: dict[Tensor, Parts] = {}  # their gradients, from the first writer on
         self.needs: set[Tensor] = set()  # forward tensors that a parameter leads to
         # Forward tensor -> its finished gradient, and the op that wrote it last.
@@ -72,7 +73,7 @@ class Gradients:
         self.op: Op | None = None
 
     def key(self, forward: Tensor) -> Tensor:
-        """The original of a recomputed tensor, or of a view of one; else the tensor itself."""
+        """The tensor whose gradient is also that of `forward`: see `origin`; of a view the same columns of it."""
         if isinstance(forward, View):
             return forward.on(self.key(forward.base))
         return self.origin.get(forward, forward)
@@ -262,6 +263,8 @@ def backward(graph: Graph, loss: Tensor, *, recompute: bool = False) -> dict[Ten
     for op in reversed(forward):
         if op.segment in segments:
             copies |= _recompute_segment(graph, g, segments.pop(op.segment))
+        if op.passes_gradient:
+            continue
         if not seeded and loss in op.outputs.values():
             douts: dict[str, Tensor | None] = dict.fromkeys(op.outputs)
             seeded = True  # d loss / d loss = 1: the loss op's rule needs no incoming gradient
@@ -287,7 +290,7 @@ def pullback(graph: Graph, seeds: dict[Tensor, Tensor], roots: Iterable[Tensor])
     g.needs = reachable(forward, roots)
     for y, dy in seeds.items():
         g._hold(y, dy)
-    for op in reversed(forward):
+    for op in reversed([op for op in forward if not op.passes_gradient]):
         douts = {name: g.take(t) for name, t in op.outputs.items()}
         if any(d is not None for d in douts.values()):
             op.gradient(g, **douts)
@@ -322,5 +325,5 @@ def _recompute_segment(graph: Graph, g: Gradients, ops: list[Op]) -> dict[Op, Op
         copies[op] = copy
         for name, t in op.outputs.items():
             fresh[t] = copy.outputs[name]
-            g.origin[copy.outputs[name]] = t
+            g.origin[copy.outputs[name]] = g.key(t)
     return copies

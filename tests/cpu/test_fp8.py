@@ -14,17 +14,21 @@ from barellm.program.builder import Program, Store
 from tests.cases import check_model
 from tests.cpu.check import ISAS, check_op, isa_named
 from tests.fp8_cases import (
+    OTHERS,
     USED,
     WAYS,
     codes_of,
+    each_form,
     each_format,
     each_product,
     each_way,
     every_number,
     floating_case,
+    format_case,
     product_case,
     quantise_case,
     scale_cases,
+    stochastic_case,
 )
 from tests.softcap_cases import WEIGHTS, transposed_network
 
@@ -86,6 +90,21 @@ def test_gradient_of_the_weight(isa, shape, mode):
 @pytest.mark.parametrize("emax, denormals", [(0, True), (-20, False)])
 def test_every_number_becomes_the_nearest_with_a_floating_bias(isa, emax, denormals):
     case, wanted = floating_case(every_number(), emax, denormals)
+    np.testing.assert_array_equal(check_op(ops.RoundFloating, isa, **case)["y"], wanted)
+
+
+@each_isa
+@each_form
+def test_every_number_becomes_the_nearest_of_a_format(isa, name, shift, dtype):
+    """As ml_dtypes has it, of every bf16 and what lies in the middle between two codes; e8m7 is bf16 itself."""
+    case, wanted = format_case(every_number(), name, shift, dtype)
+    np.testing.assert_array_equal(check_op(ops.RoundFloating, isa, **case)["y"].astype(np.float64), wanted)
+
+
+@each_isa
+@pytest.mark.parametrize("name", OTHERS)
+def test_stochastic_rounding_takes_the_words_of_its_stream(isa, name):
+    case, wanted = stochastic_case(every_number(), name)
     np.testing.assert_array_equal(check_op(ops.RoundFloating, isa, **case)["y"], wanted)
 
 

@@ -19,16 +19,20 @@ from tests.cuda.check import InterpretedSession, check_op
 from tests.cuda.sass import rows, wrong
 from tests.fp8_cases import (
     HOPPER_SUMS,
+    OTHERS,
     STATIC,
     USED,
     WAYS,
+    each_form,
     each_format,
     each_product,
     every_number,
     floating_case,
+    format_case,
     product_case,
     quantise_case,
     scale_cases,
+    stochastic_case,
 )
 from tests.softcap_cases import WEIGHTS, transposed_network
 
@@ -65,6 +69,18 @@ def test_gradient(op_type, shape, mode):
 @pytest.mark.parametrize("emax, denormals", [(0, True), (-20, False)])
 def test_every_number_becomes_the_nearest_with_a_floating_bias(emax, denormals):
     case, wanted = floating_case(every_number()[..., ::5], emax, denormals)
+    np.testing.assert_array_equal(check_op(ops.RoundFloating, **case)["y"], wanted)
+
+
+@each_form
+def test_every_number_becomes_the_nearest_of_a_format(name, shift, dtype):
+    case, wanted = format_case(every_number()[..., ::5], name, shift, dtype)
+    np.testing.assert_array_equal(check_op(ops.RoundFloating, **case)["y"].astype(np.float64), wanted)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_stochastic_rounding_takes_the_words_of_its_stream(name):
+    case, wanted = stochastic_case(every_number()[..., ::5], name)
     np.testing.assert_array_equal(check_op(ops.RoundFloating, **case)["y"], wanted)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from barellm.config.number_formats import number_format
 from barellm.program import ops
 from barellm.program.builder import Program, Store
 from barellm.program.dtypes import LARGEST, round_to_eight
 from barellm.program.ops.gemm.fp8 import Static, scaled_matmul
-from barellm.program.ops.optim.scales import Delayed, Floating, due, round_floating
+from barellm.program.ops.optim.scales import BLOCKSPARSE, Delayed, Floating, due, round_floating
+from barellm.program.ops.pointwise.random import words
 from barellm.program.tensor import Dim
 from barellm.runtime.reference import ReferenceSession
 from tests.fp8_cases import codes_of, each_format, every_number, product_case
@@ -94,14 +98,48 @@ def test_1_4_3_bits_are_those_numbers(denormals):
     x = x[x < 1e6]
     grid = [(1 + f / 8) * 2.0**e for e in range(emax - 14, emax + 1) for f in range(8)]
     grid = np.array([0.0, *([f / 8 * 2.0 ** (emax - 14) for f in range(1, 8)] if denormals else []), *grid])
-    found = round_floating(x, emax, denormals=denormals)
+    form = replace(BLOCKSPARSE, denormals=denormals)
+    found = round_floating(x, emax, form, "away")
     assert set(found) <= set(grid) and len(set(found)) == len(grid)
     near = np.abs(grid[None, :] - x[:, None])
     best = near.min(1)
     largest = np.array([grid[row == least].max() for row, least in zip(near, best, strict=True)])
     inside = x >= 2.0 ** (emax - 14) if not denormals else x >= 0
     np.testing.assert_array_equal(found[inside], largest[inside])
-    np.testing.assert_array_equal(round_floating(-x, emax, denormals=denormals), -found)
+    np.testing.assert_array_equal(round_floating(-x, emax, form, "away"), -found)
+
+
+@pytest.mark.parametrize("name", ["e2m0", "e3m0", "e2m1", "e4m1", "e3m4", "e4m3", "e6m2b9"])
+def test_any_format_has_the_numbers_of_its_codes(name):
+    """They are written out here: of two that are as near, the code whose last bit is 0."""
+    form, x_bits, y_bits = number_format(name), int(name[1]), int(name[3])
+    assert form is not None
+    bias = int(name[5:] or 2 ** (x_bits - 1) - 1)
+    codes = 2 ** (x_bits + y_bits) - {"e4m3": 1}.get(name, 0 if x_bits + y_bits < 7 else 2**y_bits)
+    grid = np.array([
+        (code % 2**y_bits / 2**y_bits + (code >= 2**y_bits)) * 2.0 ** (max(code >> y_bits, 1) - bias) for code in range(codes)
+    ])  # fmt: skip
+    x = np.sort(np.concatenate([grid, (grid[1:] + grid[:-1]) / 2, np.abs(every_number().reshape(-1))]))
+    x = x[x < 2 * grid[-1]]
+    near = np.abs(grid[None, :] - x[:, None])
+    best = near == near.min(1, keepdims=True)
+    even = np.array([next(code for code in np.flatnonzero(row) if row.sum() == 1 or code % 2 == 0) for row in best])
+    np.testing.assert_array_equal(round_floating(x, form.top, form), grid[even])
+
+
+def test_the_mean_of_stochastic_roundings_is_the_number():
+    """Numbers of every way between two neighbours, denormals and less than those; what the format has stays."""
+    form, n = number_format("e4m3"), 20_000
+    assert form is not None
+    x = np.array([1.01, 1.06, 1.12, 100.7, 2.0**-9 * 0.3, 2.0**-9 * 2.9, -3.3, 448.0, -0.4375])
+    bits = words(1, 1, 0, 7, np.arange(n), x.size)
+    found = round_floating(np.tile(x, (n, 1)), form.top, form, "stochastic", bits)
+    lower, upper = found.min(0), found.max(0)
+    deviation = (upper - lower) / 2
+    assert (np.abs(found.mean(0) - x.astype(np.float32)) <= 5 * deviation / np.sqrt(n)).all()
+    assert (deviation[:7] > 0).all() and (deviation[7:] == 0).all()
+    nearest = round_floating(x, form.top, form)
+    assert ((nearest == lower) | (nearest == upper)).all() and (np.unique(found[:, 0]) == [1.0, 1.125]).all()
 
 
 def test_the_three_products_cost_the_same():

@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any
 
 from barellm.cpu.kernel import Op, Pointer, Tensor, Value, Var, dims_of
+from barellm.cpu.lang import random
+from barellm.program.ops.pointwise.random import HALF
 
 GRAIN = 8192  # flat elements of a work item: some 5 to 10 us
 STREAM_BYTES = 24 << 20  # a larger result leaves the caches: it is stored non-temporally
@@ -88,6 +90,20 @@ def pieces(k, n: int, step: int) -> Iterator[tuple[Any, int]]:
             yield first, step
     if full_end < n:
         yield full_end, n - full_end
+
+
+def row_words(k, key: tuple[Value, Value], row: Any, C: int) -> Iterator[tuple[Value, Value | None, Value]]:
+    """`for column, mask, word in row_words(...)`: the vectors of a row of C columns, each with its random words (i32 lanes)."""
+    for block, size in blocks(k, C, 2 * HALF):
+        for part, offset in random.column_blocks(k.lanes):
+            if offset >= size:
+                continue
+            # Two vectors, HALF columns apart, share call number `part` of the generator; the first is at `offset` in the block.
+            for half, word in enumerate(random.words(k, key, row, block, part)):
+                left = size - offset - half * HALF
+                if left > 0:
+                    mask = None if left >= k.lanes else k.mask_first(left)
+                    yield k.int(block) * (2 * HALF) + offset + half * HALF, mask, word
 
 
 def fill(k, out, value, n: int) -> None:

@@ -67,6 +67,7 @@ class Op:
     flops_per_element: ClassVar[tuple[int, str]] = (0, "")  # operations for each element of an input or output
     rounded: tuple[str, ...] = ()  # inputs of which a split parameter gives its bf16 plane only
     product: ClassVar[bool] = False  # multiplies and adds operands of one dtype, at the peak of that dtype
+    passes_gradient: ClassVar[bool] = False  # the gradient of its only output y is x's, unchanged (straight-through estimator)
     observer: ClassVar[bool] = False  # looks at what is there anyway: fusions are made as if it was not (`program.fusion`)
 
     def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:

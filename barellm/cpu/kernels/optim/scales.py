@@ -4,12 +4,11 @@
 import numpy as np
 
 from barellm.cpu.kernel import PLANES, Value, kernel
-from barellm.cpu.kernels.loops import elementwise, flat
+from barellm.cpu.kernels.loops import elementwise, flat, row_grain, row_words
 from barellm.cpu.kernels.numbers import FP32_BIAS, FP32_FRACTION, FP32_INFINITY, FP32_MAGNITUDE
+from barellm.cpu.lang import random
 from barellm.program.ops.optim.exponent_stats import SUMS
-from barellm.program.ops.optim.scales import ABOVE, DEVIATIONS, EXPONENTS, FARTHEST, FIRST, FRACTION, LAST, MARGIN
-
-DROPPED = FP32_FRACTION - FRACTION  # bits of an fp32 fraction
+from barellm.program.ops.optim.scales import ABOVE, DEVIATIONS, FARTHEST, FIRST, LAST, MARGIN
 
 
 def per_target_of(k, value, per_target: bool) -> Value:
@@ -61,39 +60,66 @@ def float_bias(k, bias, sums, *, deviations, per_target, dims, width) -> None:
         bias.put(bias.get(1) + 1.0, 1)
 
 
-def power(k, exponent) -> Value:
-    """2^exponent (i32, of a normal number) as a float."""
-    return k.bitcast((exponent + FP32_BIAS) << FP32_FRACTION, "float")
-
-
 @kernel("round_floating", also={"x": PLANES}, constants=lambda op: {
-    "denormals": op.denormals, "per_target": op.per_target, **flat(op.y),
+    "form": op.format, "ties": op.ties, "of_scale": bool(op.of_scale), "per_target": op.per_target, **flat(op.y),
+    "C": int(op.y.shape[-1]),
 })  # fmt: skip
-def round_floating(k, y, x, bias, *, denormals, per_target, dims, width) -> None:
-    """The kernel: y = x (`per_target`: x / inv_targets), flat, rounded to a float of FRACTION bits and EXPONENTS exponents up to
-    bias[0] (`float_bias`), half away from zero, saturating at the largest number; smaller numbers are denormals, or 0 without
-    `denormals`. Normal numbers are rounded in their bits: half a unit is added, and the rest cut off. A denormal's (small) multiple
-    of the unit has its fraction compared with a half: a sum with a half could round."""
-    top_exponent = k.op("i32", f"fptosi {bias.get(0).typed} to i32")
-    largest = k.splat(((top_exponent + FP32_BIAS) << FP32_FRACTION) | ((1 << FP32_FRACTION) - (1 << DROPPED)))  # fp32 bits
-    least = k.splat((top_exponent + (FP32_BIAS - EXPONENTS + 1)) << FP32_FRACTION)  # of the least normal number
-    unit = power(k, top_exponent - (EXPONENTS - 1 + FRACTION))  # of denormals
-    inverse_unit, unit = k.splat(1.0 / unit), k.splat(unit)
+def round_floating(k, y, x, bias, stream, *, form, ties, of_scale, per_target, C, dims, width) -> None:
+    """The kernel: y = x (`per_target`: x / inv_targets) rounded to the numbers of `form` (config/number_formats.py), of exponents
+    up to bias[0], or `of_scale` up to log2(bias[0]). Numbers from the denormals' unit on are rounded in their bits, of which the
+    last are left out, of a denormal one more for each exponent below the least normal one. Below the unit the choice is between it
+    and 0."""
+    if of_scale:
+        rounded_up = (k.bitcast(bias.get(0), "i32") + ((1 << FP32_FRACTION) - 1)) >> FP32_FRACTION
+        top = k.min(rounded_up - FP32_BIAS, FP32_BIAS)  # log2
+    else:
+        top = k.op("i32", f"fptosi {bias.get(0).typed} to i32")
+    most = k.splat(((top + FP32_BIAS) << FP32_FRACTION) | int((form.largest - 1) * 2**FP32_FRACTION))  # fp32 bits
+    least = top + (FP32_BIAS - form.exponents + 1)  # exponent field of the least normal number; below 1: fp32's denormals
+    unit = k.max(least - form.mantissa_bits, -22)  # of the unit of denormals: the least number of fp32 has -22 in this counting
+    unit_bits = k.select(unit > 0, unit << FP32_FRACTION, k.const(1, "i32") << (k.min(unit, 0) + 22))
+    half_unit = k.splat(k.select(unit > 1, (unit - 1) << FP32_FRACTION, unit_bits >> 1))
+    least, unit_bits = k.splat(least), k.splat(unit_bits)
     divisor = k.splat(k.to(k.scalar("inv_targets"), "float")) if per_target else None
 
-    for i, mask, put in elementwise(k, k.num_elements(dims) * width, y, unroll=4):
+    def rounded(v: Value, word: Value | None) -> Value:
         # fp32 bits are compared as integers, because magnitudes are in the same order.
-        v = x.load(i, mask)
         bits = k.bitcast(v if divisor is None else v / divisor, k.ivec)
         magnitude = bits & FP32_MAGNITUDE
-        rounded = (magnitude + (1 << (DROPPED - 1))) & -(1 << DROPPED)
-        if denormals:
-            multiple = k.bitcast(k.min(magnitude, least), k.vec) * inverse_unit
-            integer = k.to(multiple, k.ivec)
-            fraction = multiple - k.to(integer, k.vec)
-            denormal = k.bitcast(k.to(k.select(fraction >= 0.5, integer + 1, integer), k.vec) * unit, k.ivec)
-            rounded = k.select(magnitude < least, denormal, rounded)
+        exponent = magnitude >> FP32_FRACTION
+        dropped = k.const(FP32_FRACTION - form.mantissa_bits, k.ivec)
+        if form.denormals:
+            dropped = k.min(dropped + k.max(least - k.max(exponent, 1), 0), FP32_FRACTION)
+        step = k.const(1, k.ivec) << dropped
+        rest = magnitude & (step - 1)
+        if word is not None:
+            word = word >> 8
+            up = (rest << (24 - dropped)) > word
+            up_to_unit = k.bitcast(magnitude, k.vec) > k.to(word, k.vec) * 2.0**-24 * k.bitcast(unit_bits, k.vec)
+        elif ties == "away":
+            up, up_to_unit = rest >= (step >> 1), magnitude >= half_unit
         else:
-            rounded = k.select(rounded < least, 0, rounded)
-        rounded = k.select(magnitude > FP32_INFINITY, magnitude, k.min(rounded, largest))  # NaN stays
-        put(k.bitcast(rounded | (bits & ~FP32_MAGNITUDE), k.vec))
+            # To the code whose last bit is 0: of the mantissa, or of the exponent. From the unit to twice the unit it is code 1.
+            odd = ((magnitude >> dropped) if form.mantissa_bits else (exponent + 1 - least)) & 1
+            odd = k.select(dropped >= FP32_FRACTION, 1, odd) if form.mantissa_bits else odd
+            up, up_to_unit = rest + odd > (step >> 1), magnitude > half_unit
+        result = (magnitude - rest) + k.select(up, step, 0)
+        if form.denormals:
+            result = k.select(magnitude < unit_bits, k.select(up_to_unit, unit_bits, 0), result)
+        else:
+            result = k.select(result < (least << FP32_FRACTION), 0, result)
+        result = k.select(magnitude > FP32_INFINITY, magnitude, k.min(result, most))  # NaN stays
+        return k.bitcast(result | (bits & ~FP32_MAGNITUDE), k.vec)
+
+    if ties != "stochastic":
+        for i, mask, put in elementwise(k, k.num_elements(dims) * width, y, unroll=4):
+            put(rounded(x.load(i, mask), None))
+        return
+    seed, step, sample = (k.scalar(name) for name in ("seed", "step", "sample"))
+    rows = k.num_elements(dims) * (width // C)
+    with k.parallel_range(rows, row_grain(C)) as (begin, end):
+        key = random.sample_key(k, seed, step, sample, stream)
+        with k.loop(begin, end) as row:
+            to, source = y.at(row * C), x.at(row * C)
+            for c, mask, word in row_words(k, key, row, C):
+                to.store(rounded(source.load(c, mask), word), c, mask)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from barellm.cpu.kernel import Lowering, Op, Pointer, Value, batch_and_seq, lowering
-from barellm.cpu.kernels.loops import accumulate, blocks, row_grain
+from barellm.cpu.kernels.loops import accumulate, blocks, row_grain, row_words
 from barellm.cpu.lang import random
 from barellm.cpu.lang.tausworthe import Streams
 from barellm.program.ops.pointwise.random import HALF
@@ -22,9 +22,8 @@ def keyed_rows(k, out, x, stream, batch, seq, C: int) -> Iterator[tuple[Pointer,
         yield out.at(row * C), x.at(row * C), key, position
 
 
-def store_dropped(k, dst, src, column, left: int, word, rate: float, mode: str) -> None:
-    """dst[column ...] = src * keep / (1 - rate), stored or added, of one vector of `left` elements; `word`: random lanes."""
-    mask = None if left >= k.lanes else k.mask_first(left)
+def store_dropped(k, dst, src, column, mask, word, rate: float, mode: str) -> None:
+    """dst[column ...] = src * keep / (1 - rate), stored or added, of one vector; `word`: its random lanes."""
     y = src.load(column, mask) * random.keep(k, word, rate)
     dst.store(accumulate(k, dst, column, mask, y, mode), column, mask)
 
@@ -32,16 +31,8 @@ def store_dropped(k, dst, src, column, left: int, word, rate: float, mode: str) 
 def dropout(k, out, x, stream, *, batch, seq, C: int, rate: float, mode: str) -> None:
     """The kernel: out (batch, seq, C) = x * keep / (1 - rate), stored or added, by threefry words (`keyed_rows` has their key)."""
     for dst, src, key, position in keyed_rows(k, out, x, stream, batch, seq, C):
-        for block, columns in blocks(k, C, 2 * HALF):
-            for part, offset in random.column_blocks(k.lanes):
-                if offset >= columns:
-                    continue
-                # Two vectors, HALF columns apart, share call number `part` of the generator; the first is at `offset` in the block.
-                for half, word in enumerate(random.words(k, key, position, block, part)):
-                    left = columns - offset - half * HALF
-                    if left > 0:
-                        column = k.int(block) * (2 * HALF) + offset + half * HALF
-                        store_dropped(k, dst, src, column, left, word, rate, mode)
+        for column, mask, word in row_words(k, key, position, C):
+            store_dropped(k, dst, src, column, mask, word, rate, mode)
 
 
 def tausworthe_dropout(k, out, x, stream, *, batch, seq, C: int, rate: float, bits: str, mode: str) -> None:
@@ -55,7 +46,8 @@ def tausworthe_dropout(k, out, x, stream, *, batch, seq, C: int, rate: float, bi
                 for part, word in enumerate(streams.draw()):
                     left = size - part * k.lanes
                     if left > 0:
-                        store_dropped(k, dst, src, c + part * k.lanes, left, word, rate, mode)
+                        mask = None if left >= k.lanes else k.mask_first(left)
+                        store_dropped(k, dst, src, c + part * k.lanes, mask, word, rate, mode)
 
 
 @lowering("dropout", "tausworthe_dropout", starts="y")

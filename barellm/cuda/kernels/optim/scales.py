@@ -1,11 +1,12 @@
 """Scales of 8-bit formats that follow the statistics of a tensor (delayed scaling; program/ops/optim/scales.py). Shapes: history
 (ENTRIES): the largest |x| of the last steps; bias (2): exponent of a floating format's largest numbers, and steps so far; scale
-(1); sums (4): those of exponents.py; x and y flat. PER_TARGET: x is a gradient, measured relative to inv_targets."""
+(1); sums (4): those of exponents.py; x and y: rows. PER_TARGET: x is a gradient, relative to inv_targets."""
 
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering
-from barellm.cuda.kernels.common import INV_TARGETS, flat_indices, kernel, one_program, pow2, scalar_fp64
+from barellm.cuda.kernels.common import INV_TARGETS, SAMPLE, kernel, one_program, pow2, rowwise, scalar_fp64, tile_indices
+from barellm.cuda.kernels.pointwise.random import sample_key, words
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.dtypes import PLANES
 from barellm.program.ops.optim import scales
@@ -13,9 +14,7 @@ from barellm.program.ops.optim.exponent_stats import SUMS
 
 ABOVE, DEVIATIONS, FARTHEST = constant(scales.ABOVE), constant(scales.DEVIATIONS), constant(scales.FARTHEST)
 FIRST, LAST = constant(scales.FIRST), constant(scales.LAST)
-BELOW, FRACTION = constant(scales.EXPONENTS - 1), constant(scales.FRACTION)
-HALF, MASK = constant(1 << (22 - scales.FRACTION)), constant(-(1 << (23 - scales.FRACTION)))  # of an fp32 fraction
-SIZE, INFINITE = constant(0x7FFFFFFF), constant(0x7F800000)
+SIZE, INFINITE, TINY = constant(0x7FFFFFFF), constant(0x7F800000), constant(2.0**-24)
 LARGEST = constant(SUMS.index("max_abs"))
 
 
@@ -74,42 +73,66 @@ def float_bias(bias, sums, scalars, elements, DEVIATING, PER_TARGET):
 
 
 @device
-def power(exponent):
-    """2^exponent (i32) in fp32, for exponents of normal numbers."""
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+def round_floating(
+    y, x, bias, scalars, stream, rows, C, MANTISSA_BITS, EXPONENTS, LARGEST_BITS, DENORMALS, TIES, OF_SCALE, PER_TARGET, BR, BC
+):
+    """y (rows, C) = x rounded to a floating format of MANTISSA_BITS and EXPONENTS exponents, the largest bias[0] (of float_bias,
+    or a constant) or, with OF_SCALE, log2(bias[0]) rounded up; larger numbers saturate. TIES: even, away or stochastic. BR x BC
+    elements a program, computed in fp32's bits: sign 1, exponent 8, mantissa 23.
 
-
-@kernel("round_floating", also={"x": PLANES}, constants=lambda op: {"DENORMALS": op.denormals, "PER_TARGET": op.per_target})
-def round_floating(y, x, bias, scalars, units, DENORMALS, PER_TARGET, UNIT, BLOCK):
-    """y (n) fp32 = x (n) rounded to a floating format with FRACTION mantissa bits whose largest exponent is bias[0] (float_bias);
-    larger numbers saturate. BLOCK elements a program, computed in fp32's bits: sign 1, exponent 8, mantissa 23.
-
-    Normal numbers: half a unit (HALF) is added, and the lower bits are cut off (MASK). DENORMALS: below `least`, the smallest
-    normal number, to a multiple of the denormals' unit, whose fraction is compared with 0.5; else to 0 or `least`."""
-    i, mask = flat_indices(units, UNIT, BLOCK)
+    Numbers from the denormals' unit on are rounded in their bits, of which the last `dropped` are left out: of a denormal one more
+    for each exponent below the least normal one. Below the unit the choice is between it and 0."""
+    row, column, mask = tile_indices(rows, C, BR, BC)
+    i = row[:, None] * C + column[None, :]
     value = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
     if PER_TARGET:
         targets = scalar_fp64(scalars, INV_TARGETS).to(tl.float32)
-        value = tl.math.div_rn(value, tl.full((BLOCK,), 1.0, tl.float32) * targets)
-    largest_exponent = tl.load(bias).to(tl.int32)
-    unit = largest_exponent - (BELOW + FRACTION)
-    # Bits: of the next power of two less one unit in the last place; of 2^(largest_exponent - BELOW). fp32's exponent bias is 127.
-    largest, least = ((largest_exponent + 128) << 23) + MASK, (largest_exponent + (127 - BELOW)) << 23
+        value = tl.math.div_rn(value, tl.full((BR, BC), 1.0, tl.float32) * targets)
+    top = tl.load(bias).to(tl.int32)
+    if OF_SCALE:
+        top = tl.minimum(((tl.load(bias).to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) - 127, 127)  # log2 rounded up
+    least = top + (128 - EXPONENTS)  # exponent field of the least normal number; below 1 where fp32 has denormals there
+    unit = tl.maximum(least - MANTISSA_BITS, -22)  # of the unit of denormals: the least number of fp32 has -22 in this counting
+    unit_bits = tl.where(unit > 0, tl.maximum(unit, 0) << 23, 1 << (tl.minimum(unit, 0) + 22))
+    half_unit = tl.where(unit > 1, tl.maximum(unit - 1, 0) << 23, unit_bits >> 1)
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & SIZE
-    rounded = (magnitude + HALF) & MASK
+    exponent = magnitude >> 23
+    dropped = 23 - MANTISSA_BITS
     if DENORMALS:
-        multiple = tl.minimum(magnitude, least).to(tl.float32, bitcast=True) * power(-unit)
-        quotient = multiple.to(tl.int32)
-        quotient += tl.where(multiple - quotient.to(tl.float32) >= 0.5, 1, 0)
-        denormal = (quotient.to(tl.float32) * power(unit)).to(tl.int32, bitcast=True)
-        rounded = tl.where(magnitude < least, denormal, rounded)
+        dropped = tl.minimum(dropped + tl.maximum(least - tl.maximum(exponent, 1), 0), 23)
+    step = (exponent * 0 + 1) << dropped
+    rest = magnitude & (step - 1)
+    if TIES == "stochastic":
+        k0, k1 = sample_key(scalars, tl.load(scalars + SAMPLE) + row * 0, stream)
+        word = (words(k0, k1, row, tl.program_id(1) * BC, BR, BC) >> 8).to(tl.int32)
+        up = (rest << (24 - dropped)) > word
+        up_to_unit = magnitude.to(tl.float32, bitcast=True) > word.to(tl.float32) * TINY * unit_bits.to(tl.float32, bitcast=True)
+    elif TIES == "away":
+        up, up_to_unit = rest >= (step >> 1), magnitude >= half_unit
     else:
-        rounded = tl.where(rounded < least, 0, rounded)
-    rounded = tl.where(magnitude > INFINITE, magnitude, tl.minimum(rounded, largest))  # NaN stays
+        # To the code whose last bit is 0: of the mantissa, or of the exponent. From the unit to twice the unit it is code 1.
+        odd = tl.where(dropped >= 23, 1, (magnitude >> dropped) & 1)
+        if MANTISSA_BITS == 0:
+            odd = (exponent + 1 - least) & 1
+        up, up_to_unit = rest + odd > (step >> 1), magnitude > half_unit
+    rounded = magnitude - rest + tl.where(up, step, 0)
+    if DENORMALS:
+        rounded = tl.where(magnitude < unit_bits, tl.where(up_to_unit, unit_bits, 0), rounded)
+    else:
+        rounded = tl.where(rounded < (least << 23), 0, rounded)
+    rounded = tl.where(magnitude > INFINITE, magnitude, tl.minimum(rounded, ((top + 127) << 23) | LARGEST_BITS))  # NaN stays
     tl.store(y + i, (rounded | (bits & ~SIZE)).to(tl.float32, bitcast=True), mask=mask)
 
 
 @lowering("float_bias", floats="fp32", also={"x": f"bf16 fp16 {PLANES}"})
 def lower_float_bias(op: Any, c: Lowering) -> None:
     one_program(c, float_bias, op.x, {"elements": c.elements(op.x)}, DEVIATING=op.deviations, PER_TARGET=op.per_target)
+
+
+@lowering("round_floating", also={"x": PLANES})
+def lower_round_floating(op: Any, c: Lowering) -> None:
+    f = op.format
+    constants = {"MANTISSA_BITS": f.mantissa_bits, "EXPONENTS": f.exponents, "DENORMALS": f.denormals}
+    constants |= {"LARGEST_BITS": int((f.largest - 1) * 2**23), "TIES": op.ties, "OF_SCALE": bool(op.of_scale)}
+    rowwise(c, round_floating, op.y, {"stream": op.stream}, least=32, PER_TARGET=op.per_target, **constants)

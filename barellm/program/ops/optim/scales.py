@@ -4,20 +4,22 @@ Shapes: x any; a scale (1,) fp32; `sums` (4) of the op `measure`. A state belong
 micro-batch to the next: `history` (entries) fp32, the largest |x| of the last micro-batches, the newest first; `bias` (2) fp32, the
 largest exponent and how many micro-batches there were."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
+from barellm.config.number_formats import NumberFormat
 from barellm.program.dtypes import LARGEST
 from barellm.program.graph import Graph
 from barellm.program.ops.base import Op, Spec, Tensor, describe
 from barellm.program.ops.gemm.fp8 import OPERANDS, PerTarget, Quantise, Quantised
 from barellm.program.ops.optim.exponent_stats import SUMS, ExponentStats
+from barellm.program.ops.pointwise.random import words
 
 ENTRIES = 16  # micro-batches that a history remembers
 MARGIN = 1.5  # by which the next numbers may be larger than all of them
-EXPONENTS, FRACTION = 15, 3  # of a number of 1-4-3 bits: the exponents beside that of zero, the bits of its fraction
+BLOCKSPARSE = NumberFormat(mantissa_bits=3, exponents=15, largest=1.875)  # 1-4-3 bits, of which all codes are numbers
 ABOVE = 2  # the largest exponent lies that far above the largest number's
 DEVIATIONS = 4.0  # or is that of the mean and so many standard deviations
 FARTHEST = 64  # of largest exponents, so that all numbers below are normal in fp32
@@ -94,34 +96,54 @@ class FloatBias(PerTarget):
 
 
 class RoundFloating(PerTarget):
-    """y = x (of gradients x / inv_targets) rounded to the nearest number of 1-4-3 bits whose largest exponent is bias[0], ties away
-    from zero: 15 exponents of 8 numbers each, and below them, where `denormals` are wanted, 7 more, else zero. What is beyond the
-    largest, 1.875 times 2^bias, becomes it."""
+    """y = x (of gradients x / inv_targets) rounded to the numbers of `format` whose largest exponent is bias[0], or with `of_scale`
+    log2(bias[0]) rounded up; what is beyond the largest of them becomes it. `ties`: to nearest, and of two that are as near to the
+    "even" one or "away" from zero; or "stochastic", to the upper neighbour where the 24 upper bits of the element's random word, as
+    a fraction, are below x's way from the lower one to it (`program.ops.random`: stream `stream`, `sample` for all rows)."""
 
     name = "round_floating"
+    passes_gradient: ClassVar[bool] = True
+    optional = ("stream", "of_scale")
     rounded = ("x",)
     flops_per_element = (1, "x")
+
+    def __init__(self, inputs: dict[str, Tensor | None], attrs: dict[str, Any]) -> None:
+        super().__init__(inputs, attrs)
+        self.scalars += ("seed", "step", "sample") if attrs["ties"] == "stochastic" else ()
 
     def infer(self, x: Tensor, bias: Tensor) -> dict[str, Spec]:
         return {"y": (x.shape, self.dtype)}
 
-    def reference(self, x, bias, inv_targets=1.0):
-        return {"y": round_floating(x / inv_targets, int(bias[0]), denormals=self.denormals)}
+    def reference(self, x, bias, inv_targets=1.0, **random):
+        random_words = None
+        if self.stream is not None:
+            rows = np.arange(x.size // x.shape[-1])
+            random_words = words(**random, stream=self.stream, rows=rows, columns=x.shape[-1]).reshape(x.shape)
+        top = min((int(np.float32(bias[0]).view(np.int32)) + 0x7FFFFF >> 23) - 127, 127) if self.of_scale else int(bias[0])
+        return {"y": round_floating(x / inv_targets, top, self.format, self.ties, random_words)}
 
 
-def round_floating(x: np.ndarray, emax: int, *, denormals: bool) -> np.ndarray:
-    """Round fp32 numbers to 1-4-3 bits (sign, exponent, fraction) with largest exponent `emax`, ties away from zero; float64. NaN
-    stays, larger numbers and infinity saturate."""
-    with np.errstate(over="ignore"):
+def round_floating(x: np.ndarray, top: int, form: NumberFormat, ties: str = "even", random_words: Any = None) -> np.ndarray:
+    """Round fp32 numbers to those of a format whose largest exponent is `top`, as `RoundFloating` says; float64. NaN stays, larger
+    numbers and infinity saturate."""
+    with np.errstate(over="ignore", invalid="ignore"):
         x = np.asarray(x, np.float32).astype(np.float64)
-    magnitude, least_normal = np.abs(x), 2.0 ** (emax - EXPONENTS + 1)
-    # The exponent that decides the unit is the number's own; denormals all have that of the least normal number.
-    own_unit = magnitude >= least_normal if denormals else magnitude > 0
-    _, exponent = np.frexp(np.where(np.isfinite(magnitude) & own_unit, magnitude, least_normal))
-    unit = 2.0 ** (exponent - 1 - FRACTION)  # frexp's mantissa is in [1/2, 1)
-    rounded = np.floor(magnitude / unit + 0.5) * unit
-    rounded = rounded if denormals else np.where(rounded < least_normal, 0.0, rounded)
-    largest = (2 - 2.0**-FRACTION) * 2.0**emax
+        magnitude, least_normal = np.abs(x), 2.0 ** (top - form.exponents + 1)
+        # The exponent that decides the unit is the number's own; denormals all have that of the least normal number.
+        own_unit = magnitude >= least_normal if form.denormals else magnitude > 0
+        _, exponent = np.frexp(np.where(np.isfinite(magnitude) & own_unit, magnitude, least_normal))
+        unit = 2.0 ** (exponent - 1 - form.mantissa_bits)  # frexp's mantissa is in [1/2, 1)
+        lower = np.floor(magnitude / unit)
+        way = magnitude / unit - lower
+        # A code is even where its last bit is 0: with a mantissa that of the mantissa, else that of the exponent.
+        odd = (lower if form.mantissa_bits else (exponent - 1 - top + form.exponents) * own_unit) % 2 > 0
+        if random_words is None:
+            up = (way > 0.5) | ((way == 0.5) & (odd | (ties == "away")))
+        else:
+            up = (random_words >> np.uint32(8)) / 2**24 < way
+        rounded = (lower + up) * unit
+    rounded = rounded if form.denormals else np.where(rounded < least_normal, 0.0, rounded)
+    largest = form.largest * 2.0**top
     return np.copysign(np.where(rounded > largest, largest, rounded), x)
 
 
@@ -155,5 +177,6 @@ class Floating:
         bias, per_target = p.state(f"{self.name}.{which}.bias", (2,)), which == "dy"
         sums = p.apply(Measure, x=x).sums
         bias = p.apply(FloatBias, bias=bias, sums=sums, x=x, deviations=self.deviations, per_target=per_target).bias
-        options = {"dtype": p.compute, "denormals": self.denormals, "per_target": per_target}
+        form = replace(BLOCKSPARSE, denormals=self.denormals)
+        options = {"dtype": p.compute, "format": form, "ties": "away", "per_target": per_target}
         return p.apply(RoundFloating, x=x, bias=bias, **options).y, p.constant("one", np.ones(1, np.float32))
