@@ -1,7 +1,7 @@
 """The one exception that means "the user can mend this", printed as one line, exit status 2; the hint at its end."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 CLOSE = 0.75  # difflib's ratio of a word and what it may be a slip of: seed and sede, not fsdp
 LONGEST = 1000  # characters of a message: a file of a stranger's may hold names of any length
@@ -47,3 +47,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
         close = [] if found else get_close_matches(target, choices.values(), n=1, cutoff=CLOSE)
         found = found or [k for k in choices if choices[k] in close]
     return f", did you mean {found[0]!r}?" if found else ""
+
+
+def check_known(what: str, name: str, known: Collection[str]) -> None:
+    """Raise a UserError for a `what` of another name than the known ones: with the nearest, and all of them."""
+    if name not in known:
+        raise UserError(f"unknown {what} {name!r}{nearest(name, known)} (known: {', '.join(known)})")

@@ -10,7 +10,7 @@ from barellm.assembly import advice, quantized, self_check
 from barellm.config import Config, TrainConfig
 from barellm.config.fields import words
 from barellm.config.number_formats import number_formats
-from barellm.errors import UserError, nearest, shown
+from barellm.errors import UserError, check_known, shown
 from barellm.models.training_schedule import on_step, runs_per_step
 from barellm.program import planner
 from barellm.program.builder import Program
@@ -103,8 +103,7 @@ def check_device(device: str) -> None:
         raise UserError(f"device is {shown(device)}, expected {', '.join(DEVICES)}")
     if device == "cuda":
         backend(device).describe()
-    if device not in DEVICES:
-        raise UserError(f"unknown device {device!r}{nearest(device, DEVICES)} (known: {', '.join(DEVICES)})")
+    check_known("device", device, DEVICES)
 
 
 def chosen_device(device: str, config: Config, *, ranks: int = 1, before: str = "") -> str:

@@ -52,10 +52,9 @@ def build(
         raise UserError(f"seq is {longest}, the model has {model.max_seq} positions (model.max_seq)")
     if max(1, batch) * seq > MOST_TOKENS:
         tokens, C = batch * seq, model.d_model
-        raise UserError(
-            f"a micro-batch of {batch} x {seq} has {tokens} tokens, expected at most {MOST_TOKENS}: its residual stream "
-            f"alone would need {4 * tokens * C / 2**20:.1f} MiB ({tokens} tokens x {C} channels x 4 bytes)"
-        )
+        found = f"a micro-batch of {batch} x {seq} has {tokens} tokens, expected at most {MOST_TOKENS}"
+        needed = f"{4 * tokens * C / 2**20:.1f} MiB ({tokens} tokens x {C} channels x 4 bytes)"
+        raise UserError(f"{found}: its residual stream alone would need {needed}")
     architecture, store, frozen = models.of(model), Store(), adapter is not None and adapter.active
     store.one_arithmetic = exact
     store.positions = max(longest, (decode_seq or model.max_seq) if decode_batch else 0)
@@ -91,10 +90,8 @@ def build(
         p = programs["score"] = Program(store, compute=compute)
         _loss(p, model, score_batch, score_seq, training=False)
         if not p.ops[-1].name.endswith("cross_entropy"):
-            raise UserError(
-                f"the loss of {models.name_of(model)} is {p.ops[-1].name}, expected cross_entropy: "
-                "it has no loss of a target by itself"
-            )
+            found = f"the loss of {models.name_of(model)} is {p.ops[-1].name}"
+            raise UserError(f"{found}, expected cross_entropy: it has no loss of a target by itself")
         for name, t in zip(("losses", "margins"), p.score_tokens(), strict=True):
             p.output(name, t)
     if decode_batch:

@@ -13,11 +13,10 @@ from barellm.errors import UserError
 
 
 class RunFolder:
-    """While entered, this process alone writes to `path`. A new run wants a folder that is not there, empty, or with nothing
-    but what a killed process left of an unfinished save; a resumed one a folder with checkpoints. `resume` None is like
-    False, for commands that cannot resume. With `numbered` a path that is taken becomes path-2, path-3 and so on: names
-    made of the time are equal where several runs start in one second. A folder that was made here and stayed empty is
-    removed again."""
+    """While entered, this process alone writes to `path`. A new run wants a folder that is not there, empty, or with nothing but
+    what a killed process left of an unfinished save; a resumed one a folder with checkpoints. `resume` None is like False, for
+    commands that cannot resume. With `numbered` a path that is taken becomes path-2, path-3 and so on: names made of the time are
+    equal where several runs start in one second. A folder that was made here and stayed empty is removed again."""
 
     def __init__(self, path: Path, *, resume: bool | None, numbered: bool = False) -> None:
         self.path = path

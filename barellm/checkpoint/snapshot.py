@@ -1,8 +1,7 @@
 """The tensors of a checkpoint as they were at one moment, for a thread that writes them while the training goes on.
 
-Nothing is copied as long as nothing changes: forward and backward passes only read weights and the optimizer's state, so the
-writer reads them where they lie. Before a program runs that changes some of them, the rows that the writer has not had yet are
-copied."""
+Nothing is copied as long as nothing changes: forward and backward passes only read weights and the optimizer's state, so the writer
+reads them where they lie. Before a program runs that changes some of them, the rows that the writer has not had yet are copied."""
 
 from __future__ import annotations
 

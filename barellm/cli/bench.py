@@ -197,9 +197,8 @@ def _name(args: argparse.Namespace, config: Config, r: dict[str, Any]) -> list[s
     train, moments = config.train, config.optim.moments
     changed = ["changed"] * (config.model != models.preset(config.preset).model)
     parts = [config.preset, *changed, f"{train.micro_batch_size}x{train.seq}", train.dtype]
-    parts += (
-        on_gpu + ["recompute"] * train.recompute + [train.gemm_backend] * (train.gemm_backend != "barellm") + ["tf32"] * train.tf32
-    )
+    backend = [train.gemm_backend] * (train.gemm_backend != "barellm")
+    parts += on_gpu + ["recompute"] * train.recompute + backend + ["tf32"] * train.tf32
     return parts + [f"moments-{moments}"] * (moments != "fp32")
 
 

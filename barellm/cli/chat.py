@@ -1,9 +1,8 @@
 """Talk with a model. RUN is a run or checkpoint, of an imported model for example; its chat template says how a conversation is
 written, and its generation_config.json how tokens are chosen.
 
-/help shows what else can be typed. Ctrl-C ends an answer, Ctrl-D the talk. The thinking of a model, between <think> and
-</think>, is dim in a terminal. Where messages and an answer no longer fit into the model's positions, the oldest messages are
-left out."""
+/help shows what else can be typed. Ctrl-C ends an answer, Ctrl-D the talk. The thinking of a model, between <think> and </think>,
+is dim in a terminal. Where messages and an answer no longer fit into the model's positions, the oldest messages are left out."""
 
 from __future__ import annotations
 

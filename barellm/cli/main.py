@@ -54,13 +54,12 @@ def help_text() -> str:
 
 def run_command(argv: Sequence[str]) -> int:
     """Import the command's module, parse its options, run it. UserError for whatever the user can mend."""
-    from barellm.errors import UserError, nearest
+    from barellm.errors import UserError, check_known
 
     if sys.platform == "win32":
         raise UserError("Windows is not supported: use Linux, macOS, or Linux inside WSL 2")
     name = argv[0]
-    if name not in COMMANDS:
-        raise UserError(f"unknown command {name!r}{nearest(name, COMMANDS)} (known: {', '.join(COMMANDS)})")
+    check_known("command", name, COMMANDS)
     from barellm import environment
 
     environment.check()

@@ -154,9 +154,8 @@ def _show(args: argparse.Namespace) -> int:
         print(_coloured(_texts(one, data.tokenizer), width, colours))
     if not args.json:
         show(data.name)
-        show(
-            f"tokens of an example: {int(np.median(sizes)):,} in the median, at most {sizes.max():,}; {len(found.tokens):,} in all"
-        )
+        sizes_in_words = f"{int(np.median(sizes)):,} in the median, at most {sizes.max():,}"
+        show(f"tokens of an example: {sizes_in_words}; {len(found.tokens):,} in all")
     return 0
 
 

@@ -241,9 +241,8 @@ class TrainConfig(Section, section="train"):
             most = f"train.gradient_accumulation_steps {self.gradient_accumulation_steps}"
             raise UserError(f"train.batch_rampup_from {self.batch_rampup_from} is above {most}")
         if self.batch_rampup_from and self.minutes:
-            raise UserError(
-                "train.minutes is set and train.batch_rampup_from too, expected train.minutes 0: steps get longer on the way"
-            )
+            why = "steps get longer on the way"
+            raise UserError(f"train.minutes is set and train.batch_rampup_from too, expected train.minutes 0: {why}")
 
 
 @dataclass(frozen=True)

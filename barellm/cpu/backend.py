@@ -1,6 +1,5 @@
 """The CPU as a backend: open a session, say what the machine is, measure its peak."""
 
-import ctypes
 import time
 from contextlib import closing
 from functools import cache
@@ -11,8 +10,7 @@ from barellm.cpu import jit, step
 from barellm.cpu.isa import ISA, host
 from barellm.cpu.kernel import Specialisation
 from barellm.cpu.kernels import machine
-from barellm.cpu.lang.sync import RECORD_NBYTES
-from barellm.cpu.threads import Pool, thread_count
+from barellm.cpu.threads import Pool, record_table, thread_count
 from barellm.cpu.threads import cores as cores  # for processes that share the machine
 from barellm.program.builder import Program
 from barellm.program.planner import Plan
@@ -58,13 +56,11 @@ class Bench:
         """Run a kernel instance `repeats` times with `args` (addresses or integers). Returns the seconds of each run."""
         library = jit.Library([jit.cached_object(spec.key, self.isa, lambda: spec.ir(self.isa))], self.isa)
         packed = np.array([*args, 0], np.int64)
-        block = ctypes.create_string_buffer(2 * RECORD_NBYTES)
-        record = (ctypes.addressof(block) + RECORD_NBYTES - 1) & -RECORD_NBYTES
-        (ctypes.c_int64 * 3).from_address(record)[:] = (library.address(spec.symbol()), packed.ctypes.data, 1)
-        samples = []
+        table, samples = record_table(1), []
+        table[0, :3] = (library.address(spec.symbol()), packed.ctypes.data, 1)
         for _ in range(repeats):
             t = time.perf_counter()
-            self.pool.run(record, 1)
+            self.pool.run(table.ctypes.data, 1)
             samples.append(time.perf_counter() - t)
         return samples
 

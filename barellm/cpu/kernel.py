@@ -3,10 +3,9 @@
     @kernel("layernorm", constants=lambda op: {"C": op.x.shape[-1], "eps": op.eps})
     def layernorm(k, y, mean, rstd, x, weight, bias, *, C, eps): ...
 
-Positional parameters are the op's tensors by name, given as typed Pointers (None where an optional one is absent), or integers
-that differ between ops which share the code: attributes of the op, or what a lowering passes. Keyword-only parameters are
-constants of the code. One specialisation is compiled for each combination of dtypes and constants, and shared by all ops that
-need it.
+Positional parameters are the op's tensors by name, given as typed Pointers (None where an optional one is absent), or integers that
+differ between ops which share the code: attributes of the op, or what a lowering passes. Keyword-only parameters are constants of
+the code. One specialisation is compiled for each combination of dtypes and constants, and shared by all ops that need it.
 
 What files of kernels need has its name here too: ISA, Op, Tensor, operands of calls (`runtime.lowering`), PLANES (dtypes of
 weights in two planes), and of the kernel language Pointer, Value and Var."""

@@ -19,9 +19,9 @@ from barellm.cpu.isa import ISA, host
 from barellm.cpu.kernel import REGISTRY, Call, Lowering, Specialisation
 from barellm.cpu.kernels.gemm.amx import uses_tiles
 from barellm.cpu.kernels.gemm.skinny_gemm import FEW
-from barellm.cpu.lang.sync import RECORD_NBYTES, STAMPS
+from barellm.cpu.lang.sync import STAMPS
 from barellm.cpu.poison import with_poison
-from barellm.cpu.threads import Pool, allowed_cpus, thread_count
+from barellm.cpu.threads import Pool, allowed_cpus, record_table, thread_count
 from barellm.program.builder import Program
 from barellm.program.fused_grad_norm import SquareSums, fuse_grad_norm, recompute_square_sums
 from barellm.program.ops.base import Op, Tensor
@@ -199,10 +199,7 @@ class CpuSession(arena.ArenaSession):
         self.records: dict[str, np.ndarray] = {}  # program -> its table, (calls, 8) int64
         self._keep: list[Any] = []
         for name, calls in self.calls.items():
-            after = barriers(calls, self._address)
-            table = np.zeros((len(calls) + 1) * RECORD_NBYTES // 8, np.int64)
-            skip = -table.ctypes.data % RECORD_NBYTES // 8
-            records = table[skip : skip + len(calls) * RECORD_NBYTES // 8].reshape(len(calls), -1)
+            after, records = barriers(calls, self._address), record_table(len(calls))
             args = np.zeros(sum(len(c.args) for c in calls) + 1, np.int64)
             at = 0
             for i, call in enumerate(calls):
@@ -211,7 +208,7 @@ class CpuSession(arena.ArenaSession):
                     args[at] = a if isinstance(a, int) else self.base + self._address(a)[0]
                     at += 1
             self._tables[name], self.records[name] = (records.ctypes.data, len(calls)), records
-            self._keep += [table, args, *(c.keeps for c in calls if c.keeps is not None)]
+            self._keep += [records, args, *(c.keeps for c in calls if c.keeps is not None)]
 
     # --- running ---
 

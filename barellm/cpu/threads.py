@@ -13,12 +13,22 @@ import threading
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+
 from barellm.cpu import processor, sources, specialisation
 from barellm.cpu.isa import ISA, arm
 from barellm.cpu.jit import Library, cached_object
 from barellm.cpu.lang import sync
 from barellm.errors import UserError
 from barellm.runtime import cgroup
+
+
+def record_table(count: int) -> np.ndarray:
+    """Zeros (count, 8) of i64 for the records of so many calls, aligned as the threads read them."""
+    words = sync.RECORD_NBYTES // 8
+    block = np.zeros((count + 1) * words, np.int64)
+    skip = -block.ctypes.data % sync.RECORD_NBYTES // 8
+    return block[skip : skip + count * words].reshape(count, words)
 
 
 def logical_cpus() -> list[int]:

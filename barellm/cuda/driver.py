@@ -149,9 +149,8 @@ def device(number: int = 0) -> Device:
     if not count:
         raise NoGpu("device cuda needs a GPU, and the NVIDIA driver sees none (CUDA_VISIBLE_DEVICES?)")
     if count > 1 and number >= count:
-        raise UserError(
-            f"this machine has {count} GPUs, and rank number {number} on it (from 0) has none: start at most {count} here"
-        )
+        found = f"this machine has {count} GPUs, and rank number {number} on it (from 0) has none"
+        raise UserError(f"{found}: start at most {count} here")
     handle = call("cuDeviceGet", number if count > 1 else 0)
 
     def attribute(kind: Any) -> int:

@@ -20,29 +20,14 @@ _SUM_OF_DROPPED = {"total": "1.y", "y": "2.y", "mean": "2.mean", "rstd": "2.rstd
 # An addition to the residual stream goes with the norm that reads it, not with the GEMM before: as many bytes, and the GEMM's
 # epilogue, which its pipeline waits for, stays short.
 NORMS: list[Fusion] = [
-    Fusion(
-        "dropout_add_layernorm",
-        [("dropout", {}), ("add", {"b": "0.y"}), ("layernorm", {"x": "1.y"})],
-        inputs={"a": "1.a", "b": "0.x", "weight": "2.weight", "bias": "2.bias"},
-        outputs=_SUM_OF_DROPPED,
-        optional=("bias",),
-        when=lambda ops: int(ops[2].x.shape[-1]) <= LONGEST,
-    ),
-    Fusion(
-        "add_layernorm",
-        [("add", {}), ("layernorm", {"x": "0.y"})],
-        inputs={"a": "0.a", "b": "0.b", **_NORM},
-        outputs=_SUM,
-        optional=("bias",),
-    ),
-    Fusion(
-        "add_rmsnorm",
-        [("add", {}), ("rmsnorm", {"x": "0.y"})],
-        inputs={"a": "0.a", "b": "0.b", "weight": "1.weight"},
-        outputs={"total": "0.y", "y": "1.y", "rstd": "1.rstd"},
-        optional=("weight",),
-    ),
-]
+    Fusion("dropout_add_layernorm", [("dropout", {}), ("add", {"b": "0.y"}), ("layernorm", {"x": "1.y"})],
+           {"a": "1.a", "b": "0.x", "weight": "2.weight", "bias": "2.bias"}, _SUM_OF_DROPPED, optional=("bias",),
+           when=lambda ops: int(ops[2].x.shape[-1]) <= LONGEST),
+    Fusion("add_layernorm", [("add", {}), ("layernorm", {"x": "0.y"})], {"a": "0.a", "b": "0.b", **_NORM}, _SUM,
+           optional=("bias",)),
+    Fusion("add_rmsnorm", [("add", {}), ("rmsnorm", {"x": "0.y"})], {"a": "0.a", "b": "0.b", "weight": "1.weight"},
+           {"total": "0.y", "y": "1.y", "rstd": "1.rstd"}, optional=("weight",)),
+]  # fmt: skip
 
 
 _DROPPED = ("dropout_backward", {"dy": "0.dx"})
@@ -58,11 +43,9 @@ BACKWARD: list[Fusion] = [
 
 # The gradients of a weight and of its bias sum the same rows.
 WEIGHT_AND_BIAS = Fusion(
-    "matmul_dw_dbias",
-    [("bias_grad", {}), ("matmul_dw", {"dy": "0.dy"})],
-    inputs={"dy": "0.dy", "x": "1.x"},
-    outputs={"dweight": "1.dweight", "dbias": "0.dbias"},
-)
+    "matmul_dw_dbias", [("bias_grad", {}), ("matmul_dw", {"dy": "0.dy"})], {"dy": "0.dy", "x": "1.x"},
+    {"dweight": "1.dweight", "dbias": "0.dbias"},
+)  # fmt: skip
 
 FUSIONS: list[Fusion] = [
     *NORMS, *BACKWARD, *CLASSIFIER, *CODED, *products(IN_EPILOGUES), *quantized(IN_EPILOGUES), WEIGHT_AND_BIAS

@@ -27,10 +27,8 @@ class Kernel:
     def __init__(self, code: Code, device: driver.Device) -> None:
         """Load the cubin into the current context. UserError where it needs more shared memory than the device has."""
         if code.shared_bytes > device.shared_bytes:
-            raise UserError(
-                f"kernel {code.name} needs {code.shared_bytes} bytes of shared memory, {device.name} has "
-                f"{device.shared_bytes} for a block"
-            )
+            needed = f"kernel {code.name} needs {code.shared_bytes} bytes of shared memory"
+            raise UserError(f"{needed}, {device.name} has {device.shared_bytes} for a block")
         self.code = code
         attribute = driver.bindings().CUfunction_attribute
         self.loaded = driver.call("cuLibraryLoadData", code.cubin, [], [], 0, [], [], 0)
@@ -61,10 +59,8 @@ class BoundLaunch:
         op = getattr(launch.op, "name", "none")
         self._words = f"kernel {code.name} of op {op}, grid {grid}"
         if any(n > most for n, most in zip(grid, MOST_GRID, strict=True)):
-            raise UserError(
-                f"{self._words}: a GPU runs at most {MOST_GRID} blocks, expected fewer or shorter sequences than "
-                f"{sizes.batch} of {sizes.seq} tokens"
-            )
+            expected = f"fewer or shorter sequences than {sizes.batch} of {sizes.seq} tokens"
+            raise UserError(f"{self._words}: a GPU runs at most {MOST_GRID} blocks, expected {expected}")
         self.empty = 0 in grid
         if self.empty:  # its arguments may be those of no rows: a tensor map of none cannot be made
             return

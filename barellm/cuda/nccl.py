@@ -120,9 +120,8 @@ def check_own(ranks: Ranks, device: driver.Device) -> None:
     owners: dict[str, int] = {}
     for rank, uuid in enumerate(ranks.gather(device.uuid, no_timeout=True)):
         if uuid in owners:
-            raise UserError(
-                f"ranks {owners[uuid]} and {rank} have the same GPU (UUID {uuid}), expected one for each: NCCL needs that"
-            )
+            found = f"ranks {owners[uuid]} and {rank} have the same GPU (UUID {uuid})"
+            raise UserError(f"{found}, expected one for each: NCCL needs that")
         owners[uuid] = rank
 
 

@@ -59,10 +59,8 @@ def encode_examples(found: list[forms.Example], tokenizer: tokenizers.Tokenizer)
         counted = np.concatenate(flags)
         if not counted.any() or counted[0]:
             lacking = "prompt" if counted.any() else "answer"
-            raise UserError(
-                f"{one.where} has no token in its {lacking}, and the tokenizer {tokenizer.name} has no "
-                "end-of-text token that could stand there: expected at least one"
-            )
+            why = f"the tokenizer {tokenizer.name} has no end-of-text token that could stand there"
+            raise UserError(f"{one.where} has no token in its {lacking}, and {why}: expected at least one")
         sizes.append(len(counted))
     text_bytes = [sum(len(text.encode()) for text, answers in one.parts if answers) for one in found]
     talked, sums = any(one.conversation for one in found), np.cumsum([0, *sizes])
@@ -220,9 +218,8 @@ def split(paths: list[Path], name: str, val_fraction: float,
     if len(all_examples) < 2 and val_fraction < 1:
         raise UserError(f"{name} has 1 example, expected at least 2: one for validation")
     if val_count >= len(all_examples) and val_fraction < 1:
-        raise UserError(
-            f"data.val_fraction is {val_fraction:g}, which takes all {len(all_examples)} examples of {name} for validation"
-        )
+        taken = f"all {len(all_examples)} examples of {name} for validation"
+        raise UserError(f"data.val_fraction is {val_fraction:g}, which takes {taken}")
     tokenizer = make(lambda: (text for one in all_examples for text, _ in one.parts))
     examples = encode_examples(all_examples, tokenizer)
     train_count = max(0, len(all_examples) - val_count)

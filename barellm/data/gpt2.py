@@ -115,10 +115,9 @@ def _download(folder: Path) -> list[bytes]:
     try:
         content = read_file_cached(URL, URL_SHA256)
     except (OSError, ValueError, ImportError) as error:  # requests' errors are OSErrors
-        raise UserError(
-            f"GPT-2's vocabulary is not on this machine and its download failed ({type(error).__name__}): "
-            f"put vocab.bpe or gpt2.tiktoken into {folder}, or set BARELLM_GPT2_VOCAB to a folder that has it"
-        ) from error
+        found = f"GPT-2's vocabulary is not on this machine and its download failed ({type(error).__name__})"
+        expected = f"put vocab.bpe or gpt2.tiktoken into {folder}, or set BARELLM_GPT2_VOCAB to a folder that has it"
+        raise UserError(f"{found}: {expected}") from error
     with cache.new_file(folder / "vocab.bpe") as file:
         file.write(content)
     return _verified(_from_merges(content), URL)

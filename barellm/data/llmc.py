@@ -39,10 +39,8 @@ class LlmcOrder(Rows):
         self.sizes = [(len(part) - 1) // (batch * seq) for part in tokens.parts]  # samples in a shard
         if not self.sizes or min(self.sizes) < 1:
             fewest = min((len(part) for part in tokens.parts), default=0)
-            raise UserError(
-                f"{tokens.name} has a shard of {fewest} tokens, data.order 'llmc' needs at least "
-                f"train.micro_batch_size x train.seq + 1 = {batch * seq + 1} in each"
-            )
+            needed = f"at least train.micro_batch_size x train.seq + 1 = {batch * seq + 1} in each"
+            raise UserError(f"{tokens.name} has a shard of {fewest} tokens, data.order 'llmc' needs {needed}")
         self._rewind()
 
     def _rewind(self) -> None:
@@ -83,10 +81,8 @@ class LlmcOrder(Rows):
             their_text = f"micro-batch {taken} of shard {place} of the list {_short(shards)}"
             our_text = f"micro-batch {ours.sample} of shard {ours.shard} of {_short(ours.shards)}"
             keys = f"train.micro_batch_size {self.batch_size}, train.seq {self.seq}, train.gradient_accumulation_steps"
-            raise UserError(
-                f"llm.c's data stood at {their_text}, and by {keys} and {self.tokens.name} it stands at {our_text}: choose "
-                "llm.c's -b, -t, -d and shards, or another data.order"
-            )
+            found = f"llm.c's data stood at {their_text}, and by {keys} and {self.tokens.name} it stands at {our_text}"
+            raise UserError(f"{found}: choose llm.c's -b, -t, -d and shards, or another data.order")
 
     @property
     def _shard(self) -> int:
@@ -119,10 +115,8 @@ class LlmcOrder(Rows):
     def batch(self, first_sample: int, count: int, *, seq: int, document: int) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets, each (count, seq) int32, as `Rows.batch`; the shape must be llm.c's micro-batch."""
         if (count, seq) != (self.batch_size, self.seq):
-            raise UserError(
-                f"data.order 'llmc' shuffles micro-batches of {self.batch_size} x {self.seq} tokens, asked for {count} x {seq}: "
-                "it cannot serve a model whose rows change their length"
-            )
+            found = f"micro-batches of {self.batch_size} x {self.seq} tokens, asked for {count} x {seq}"
+            raise UserError(f"data.order 'llmc' shuffles {found}: it cannot serve a model whose rows change their length")
         shard, at = self.start(first_sample // count)
         window = self.tokens.parts[shard][at : at + count * seq + 1].astype(np.int32)
         return window[:-1].reshape(count, seq), window[1:].reshape(count, seq)

@@ -119,9 +119,8 @@ class Batches(Rows):
         """`order` is one of ORDERS, as in the class's docstring; the permutations depend on `seed` and it."""
         assert order in ("epoch", "random", "sequential") and seq >= 1
         if len(tokens) < seq + 1:
-            raise UserError(
-                f"{tokens.name} has {len(tokens)} tokens, one sequence of {seq} needs {seq + 1}: more text, or a smaller train.seq"
-            )
+            found = f"{tokens.name} has {len(tokens)} tokens, one sequence of {seq} needs {seq + 1}"
+            raise UserError(f"{found}: more text, or a smaller train.seq")
         self.tokens, self.seq, self.seed, self.order = tokens, seq, seed, order
         self.windows = (len(tokens) - 1) // seq  # side by side: the samples of an epoch
         self._key = draw(seed & MASK, ORDERS.index(order))
@@ -203,10 +202,8 @@ class Documents(Rows):
                 wraps += 1
                 if wraps == 2:
                     within = " in a shard" * (len(set(self._shards)) > 1)
-                    raise UserError(
-                        f"{self.tokens.name} fills no row: its documents{within} have fewer than {seq + 1} tokens, "
-                        f"of each at most {document or 'all'}; more text, or a smaller seq"
-                    )
+                    found = f"its documents{within} have fewer than {seq + 1} tokens, of each at most {document or 'all'}"
+                    raise UserError(f"{self.tokens.name} fills no row: {found}; more text, or a smaller seq")
             begin, end = self._begins[self._document], self._ends[self._document]
             end = min(end, begin + room, begin + document if document else end)
             row.append((begin, end))

@@ -146,9 +146,8 @@ class Fetcher:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(path, target)
                 return
-        raise UserError(
-            f"{wanted.path} of {self.source.repo} came twice with sha256 {digest[:16]}, the hub lists {wanted.sha256[:16]}"
-        )
+        found = f"{wanted.path} of {self.source.repo} came twice with sha256 {digest[:16]}"
+        raise UserError(f"{found}, the hub lists {wanted.sha256[:16]}")
 
     def _tried(self, hub: Any, wanted: Remote, incoming: Path, again: bool) -> str:
         """Download with up to TRIES attempts and growing pauses; returns the local path. `again`: restart a partial file."""

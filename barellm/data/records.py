@@ -293,6 +293,5 @@ def _cell(path: Path, cell: Any, row: int) -> str:
         text = cell.as_py()
         return text.decode() if isinstance(text, bytes) else text or ""
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}, row {row} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at its byte {error.start}"
-        ) from error
+        found = f"byte 0x{error.object[error.start]:02x} at its byte {error.start}"
+        raise UserError(f"{path}, row {row} is not UTF-8 text: {found}") from error

@@ -189,10 +189,8 @@ class Ids(Tokenizer):
 
     @property
     def tokens(self) -> Sequence[bytes]:
-        raise UserError(
-            f"the model has {self.count} ids and no tokenizer, so there is no text: name one by --tokenizer, "
-            "or tokenizer= from Python"
-        )
+        found = f"the model has {self.count} ids and no tokenizer, so there is no text"
+        raise UserError(f"{found}: name one by --tokenizer, or tokenizer= from Python")
 
     @property
     def start(self) -> int:

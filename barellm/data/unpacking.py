@@ -104,10 +104,8 @@ def _zstd(path: Path) -> Iterator[bytes]:
                         unpacker = library.ZstdDecompressor(max_window_size=window).decompressobj()
     except library.ZstdError as error:
         if "too much memory" in str(error):
-            raise UserError(
-                f"{path} asks for a zstd window of more than {window >> 20} MiB, which a file of its size does not need: "
-                "expected one that zstd wrote without --long"
-            ) from error
+            found = f"a zstd window of more than {window >> 20} MiB, which a file of its size does not need"
+            raise UserError(f"{path} asks for {found}: expected one that zstd wrote without --long") from error
         raise UserError(f"{path} is no whole zstd file: {error}") from error
     yield from _pieces(buffered)
     if in_frame:

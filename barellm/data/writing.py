@@ -185,10 +185,8 @@ def _read_state(path: Path, job: Job) -> State:
     except (OSError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged: remove {path.parent} and begin again") from error
     if found.identity != job.identity:
-        raise UserError(
-            f"{path.parent} was begun with another text, tokenizer or options, or the text has changed: "
-            "repeat that command, or remove the folder"
-        )
+        found = f"{path.parent} was begun with another text, tokenizer or options, or the text has changed"
+        raise UserError(f"{found}: repeat that command, or remove the folder")
     return found
 
 

@@ -49,10 +49,8 @@ def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argpars
         if args.ranks not in (None, count):
             raise UserError(f"--ranks is {args.ranks}, and {count} processes were started: leave it out")
         if ranks.count != count:
-            raise UserError(
-                f"{count} processes were started, and MPI knows of {ranks.count}: start them with the mpirun of the MPI that "
-                f"mpi4py uses, or srun --mpi=pmi2 (Open MPI: pmix)"
-            )
+            way = "the mpirun of the MPI that mpi4py uses, or srun --mpi=pmi2 (Open MPI: pmix)"
+            raise UserError(f"{count} processes were started, and MPI knows of {ranks.count}: start them with {way}")
         ranks.settle(backend("cpu").cores())  # also where BARELLM_THREADS is less: that is how many each rank has
         status = command(args, ranks)
         ranks.gather(None, no_timeout=True)

@@ -20,9 +20,8 @@ def started_as_one_of(environment: Mapping[str, str] = os.environ) -> int:
     if tasks > 1 and found == 1 and not any(name.startswith(("PMI", "PMIX")) for name in environment):
         if rank_from_environment(environment):
             raise SystemExit(2)  # the first process says it
-        raise UserError(
-            f"srun has started {tasks} processes that do not know of each other: add --mpi=pmi2 to srun, or --mpi=pmix for Open MPI"
-        )
+        advice = "add --mpi=pmi2 to srun, or --mpi=pmix for Open MPI"
+        raise UserError(f"srun has started {tasks} processes that do not know of each other: {advice}")
     return max(found, tasks)
 
 
@@ -40,7 +39,6 @@ def torchrun(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | N
     if count == 1:
         return None
     if count != near:
-        raise UserError(
-            f"torchrun has started {count} processes on several machines, {near} on this one: start barellm by mpirun or srun there"
-        )
+        found = f"torchrun has started {count} processes on several machines, {near} on this one"
+        raise UserError(f"{found}: start barellm by mpirun or srun there")
     return rank, count

@@ -102,10 +102,8 @@ def open_adapter(path: Path, base: Weights) -> Adapter:
         raise UserError(f"{step} holds all weights of a model, expected an adapter")
     if (found := base.digest()) != known:
         theirs = meta["base"].get("path")
-        raise UserError(
-            f"{step} was trained on top of {theirs}, with the hash {known}, and {base.path} has {found}: name {theirs} with this "
-            f"adapter, or {path} alone, without --adapter"
-        )
+        expected = f"name {theirs} with this adapter, or {path} alone, without --adapter"
+        raise UserError(f"{step} was trained on top of {theirs}, with the hash {known}, and {base.path} has {found}: {expected}")
     return of_checkpoint(step, base.model)
 
 
@@ -137,9 +135,8 @@ def continued(base: Weights, adapter: Adapter, config: Config, changes: Mapping[
     rank and one scale."""
     shapes = {(len(pair.a), pair.scale) for pair in adapter.pairs.values()}
     if len(shapes) > 1:
-        raise UserError(
-            f"{adapter.path} has modules of different ranks or scales, expected one for all: merge it by barellm export"
-        )
+        found = f"{adapter.path} has modules of different ranks or scales"
+        raise UserError(f"{found}, expected one for all: merge it by barellm export")
     (rank, scale), config = shapes.pop(), base.configured(config, changes)
     options = {"method": f"lora:{rank}", "alpha": float(f"{scale * rank:.12g}"), "rslora": False}
     options |= {"targets": ",".join(_targets(base.model, adapter))}
@@ -153,10 +150,9 @@ def continued(base: Weights, adapter: Adapter, config: Config, changes: Mapping[
     if combined.rank != rank or not isclose(combined.scale, scale) or not same_modules:
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in requested.items()}
         typed = " ".join(f"--adapter.{key} {text}" for key, text in texts.items()).replace("--adapter.method", "--adapt")
-        raise UserError(
-            f"{adapter.path} is an adapter of rank {rank}, scale {scale:g}, on {options['targets']}, and the command line asks for "
-            f"another by {typed}: say --adapt lora alone, or begin with what barellm export --merge makes of it"
-        )
+        found = f"{adapter.path} is an adapter of rank {rank}, scale {scale:g}, on {options['targets']}"
+        expected = "say --adapt lora alone, or begin with what barellm export --merge makes of it"
+        raise UserError(f"{found}, and the command line asks for another by {typed}: {expected}")
     trained: dict[str, np.ndarray] = {}
     for m in targeted(base.model, adapted.targets):
         (a, b), pair = m.factors, adapter.pairs[m]

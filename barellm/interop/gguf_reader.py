@@ -143,9 +143,8 @@ def _tensor(package: Any, head: Header, name: str) -> Quantized:
     width = (shape or (0,))[-1]
     nbytes, begin = prod(shape) // block_elements * block_bytes, head.data + offset
     if not 0 < len(shape) <= 4 or width % block_elements or offset % 32 or not 0 < nbytes <= len(head.content) - begin:
-        raise UserError(
-            f"{head.path}: {name} is {shape} at byte {begin}, which is not within the file of {len(head.content):,} bytes"
-        )
+        found = f"{head.path}: {name} is {shape} at byte {begin}"
+        raise UserError(f"{found}, which is not within the file of {len(head.content):,} bytes")
     raw = head.content[begin : begin + nbytes]
     rows = shape[0] if not shape[1:] and block_elements == 1 else prod(shape[:-1])  # a vector of blocks is taken whole
     return Quantized(raw.reshape(rows, -1), shape, lambda taken: package.dequantize(taken, kind))
@@ -169,9 +168,8 @@ def _read(path: Path, package: Any, tokenizer: bool) -> Weights:
     for number in range(2, int(head.values.get("split.count", 1)) + 1):
         part = path.with_name(re.sub(r"-\d{5}-of-", f"-{number:05}-of-", path.name))
         if part == path or not part.is_file():
-            raise UserError(
-                f"{path} is one of {head.values['split.count']} parts, expected all in its folder: {part.name} is missing"
-            )
+            parts = f"{head.values['split.count']} parts"
+            raise UserError(f"{path} is one of {parts}, expected all in its folder: {part.name} is missing")
         heads.append(header(part))
     architecture = head.values.get("general.architecture")
     if architecture not in gguf.MODEL_TYPES:

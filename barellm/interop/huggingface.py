@@ -62,9 +62,8 @@ def whole(
     prefix = known.prefix if any(known.prefix in full for _, full in origin.values()) else ""
     full_names = {name: name if name == known.head else prefix + name for name in expected_parts}
     full_names |= {name: full for name, (_, full) in origin.items()}
-    name_sets = [
-        {full_names[name] for name in names} for names in (tensors.keys() - ({known.head} if tied else set()), expected_parts)
-    ]
+    found_parts = tensors.keys() - ({known.head} if tied else set())
+    name_sets = [{full_names[name] for name in names} for names in (found_parts, expected_parts)]
     tensorfile.check_names(path, *name_sets)
     found: dict[str, list[np.ndarray | Reordered]] = {}
     for theirs, part in expected_parts.items():
@@ -162,10 +161,9 @@ def _known(path: Path, config: Mapping[str, Any]) -> tuple[HuggingFace, ModuleTy
         raise UserError(f"{path}: model_type is {name!r}, expected {' or '.join(map(repr, found))}{why}")
     if config.get("quantization_config"):
         method = dict(config["quantization_config"]).get("quant_method", "unknown")
-        raise UserError(
-            f"{path}: quantization_config.quant_method is {method!r}, weights of few bits, expected float32, bfloat16 or float16: "
-            "import the folder that they were made of, and give sample or eval --weights int8, int4 or nf4"
-        )
+        rejected = f"{path}: quantization_config.quant_method is {method!r}, weights of few bits"
+        hint = "import the folder that they were made of, and give sample or eval --weights int8, int4 or nf4"
+        raise UserError(f"{rejected}, expected float32, bfloat16 or float16: {hint}")
     return found[name]
 
 

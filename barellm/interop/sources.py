@@ -96,10 +96,8 @@ def open_base(meta: Mapping[str, Any], origin: Path) -> Weights:
         raise UserError(f"{path} is not there, the weights that {origin} was trained on top of: put them there again")
     weights = open_weights(Path(path))
     if (found := weights.digest()) != known:
-        raise UserError(
-            f"{path} has the hash {found}, expected {known}, that of the weights that {origin} was trained on top of: "
-            "put those there again"
-        )
+        whose = f"that of the weights that {origin} was trained on top of"
+        raise UserError(f"{path} has the hash {found}, expected {known}, {whose}: put those there again")
     return weights
 
 
@@ -145,10 +143,8 @@ def _first_bytes(path: Path) -> bytes:
     with path.open("rb") as file:
         begin = file.read(4)
     if begin[:2] in (b"PK", b"\x80\x02") or path.suffix in (".pt", ".pth", ".ckpt", ".pkl"):
-        raise UserError(
-            f"{path} is a pickle of torch.save, which is never read, as it may run code: "
-            "save the model with save_pretrained(folder), or its tensors as safetensors"
-        )
+        hint = "save the model with save_pretrained(folder), or its tensors as safetensors"
+        raise UserError(f"{path} is a pickle of torch.save, which is never read, as it may run code: {hint}")
     return begin
 
 

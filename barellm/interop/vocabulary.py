@@ -115,9 +115,8 @@ def files(tokenizer: Tokenizer, max_seq: int) -> dict[str, bytes]:
     else:
         return {}
     came_with = {name: content for name, content in tokenizer.files.items() if name != conventions.IDS}
-    return written | {
-        name.replace(f"{conventions.NAMED}.", f"{conventions.NAMED}/"): content for name, content in came_with.items()
-    }
+    flat, folder = f"{conventions.NAMED}.", f"{conventions.NAMED}/"
+    return written | {name.replace(flat, folder): content for name, content in came_with.items()}
 
 
 def ids_of_config(tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -72,7 +72,6 @@ def attention(
     if relative is not None:
         raise ValueError("attention is given relative terms and no layout, expected a layout")
     if getattr(q, "ndim", 0) == getattr(k, "ndim", 0) == 4 and q.shape[1] != k.shape[1]:
-        raise ValueError(
-            f"attention is given {q.shape[1]} queries and {k.shape[1]} keys, expected as many: it is of a sequence to itself"
-        )
+        found = f"{q.shape[1]} queries and {k.shape[1]} keys"
+        raise ValueError(f"attention is given {found}, expected as many: it is of a sequence to itself")
     return call(_ATTENTION, {"q": q, "k": k, "v": v}, out, heads=heads[0], kv_heads=heads[1], causal=causal)[0]

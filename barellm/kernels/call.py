@@ -43,7 +43,6 @@ def vjp(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> tuple
         _recording.tape = outer
     if len(tape) != 1:
         name = getattr(function, "__name__", str(function))
-        raise WrongType(
-            f"vjp expects a function of barellm.kernels that has gradients; {name} made {len(tape)} calls of such functions"
-        )
+        found = f"{name} made {len(tape)} calls of such functions"
+        raise WrongType(f"vjp expects a function of barellm.kernels that has gradients; {found}")
     return y, tape[0]

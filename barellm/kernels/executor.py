@@ -14,8 +14,7 @@ from barellm import environment
 from barellm.cpu import compilers, jit, step
 from barellm.cpu.isa import host
 from barellm.cpu.kernel import Call
-from barellm.cpu.lang.sync import RECORD_NBYTES
-from barellm.cpu.threads import Pool, thread_count
+from barellm.cpu.threads import Pool, record_table, thread_count
 from barellm.kernels.arrays import ALIGN, address
 from barellm.program import scalars
 from barellm.program.builder import Program, Store
@@ -117,15 +116,13 @@ class CompiledOps:
     def _fill_table(self, calls: list[Call], place_of: Any) -> None:
         """Write the records of the call table: function, arguments, barrier."""
         after = step.barriers(calls, place_of)
-        self._memory = _aligned(len(calls) * RECORD_NBYTES)
-        records = self._memory.view(np.int64).reshape(len(calls), -1)
-        records[:] = 0
+        self._records = records = record_table(len(calls))
         self.args = np.zeros(sum(len(c.args) for c in calls) + 1, np.int64)
         at = address(self.args)
         for i, call in enumerate(calls):
             records[i, :3] = (self.code.address(call.spec.symbol()), at, after[i])
             at += 8 * len(call.args)
-        self._table = (address(self._memory), len(calls))
+        self._table = (address(records), len(calls))
 
     def run(self, addresses: list[int]) -> None:
         """Execute with the bound tensors at these addresses. Concurrent Python threads are serialized."""

@@ -37,7 +37,7 @@ from typing import Any
 
 from barellm.config import Config, ModelConfig
 from barellm.config.aliases import PRESETS
-from barellm.errors import UserError, nearest
+from barellm.errors import UserError, check_known, nearest
 
 HELPERS = {  # files of this folder that are no architecture
     "adapters", "decoders", "families", "hf_mapping", "speedrun_schedule", "stages", "training_schedule", "unit", "user_model",
@@ -126,8 +126,7 @@ def _presets_of(architecture: str) -> dict[str, Any]:
 def preset(name: str) -> Config:
     """The preset of that name or alias; an unknown one is refused with the nearest known name."""
     known, name = presets(), PRESETS.get(name, name)
-    if name not in known:
-        raise UserError(f"unknown preset {name!r}{nearest(name, known)} (known: {', '.join(known)})")
+    check_known("preset", name, known)
     return known[name]()
 
 

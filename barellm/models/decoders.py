@@ -39,13 +39,9 @@ ROPE = (
 )  # fmt: skip
 KINDS = ("full_attention", "sliding_attention")  # of layers
 KEYS = ("rope_theta", "partial_rotary_factor")  # which lie beside it in earlier versions
-NEEDED = {  # key beside a rope_type -> our field
-    "linear": {"factor": "rope_factor"},
-    "dynamic": {"factor": "rope_factor"},
-    "llama3": {"factor": "rope_factor", "low_freq_factor": "rope_low", "high_freq_factor": "rope_high"},
-    "yarn": {"factor": "rope_factor"},
-    "longrope": {"factor": "rope_factor"},
-}
+# Key beside a rope_type -> our field.
+NEEDED = {key: {"factor": "rope_factor"} for key in ("linear", "dynamic", "llama3", "yarn", "longrope")}
+NEEDED["llama3"] = {"factor": "rope_factor", "low_freq_factor": "rope_low", "high_freq_factor": "rope_high"}
 
 
 # --- RoPE, as config.json has it ---

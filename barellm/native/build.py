@@ -185,7 +185,5 @@ def _write(folder: Path, name: str, stream: TokenStream, vocab_size: int) -> Non
 def _run(command: list[str], folder: Path) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line or "undefined" in line or "multiple" in line] or [
-            done.stderr
-        ]
-        raise UserError(f"{' '.join(command[:3])} does not build in {folder}: {lines[0].strip()}")
+        errors = [line for line in done.stderr.splitlines() if "error" in line or "undefined" in line or "multiple" in line]
+        raise UserError(f"{' '.join(command[:3])} does not build in {folder}: {(errors or [done.stderr])[0].strip()}")

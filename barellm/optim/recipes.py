@@ -106,8 +106,6 @@ def optimize(p: Program, config: OptimConfig, hidden: str, ranks: Ranks | None =
 def _checked_rules(p: Program, config: OptimConfig, hidden: str) -> list[rules.Rule]:
     table = rules_for(config, hidden)
     if config.name == "muon" and not any(table[0].matches(t) for t in p.store.trainable):
-        raise UserError(
-            f"optim.name is 'muon', and no matrix of the model has a name like {hidden!r}: its module can name them by "
-            f"HIDDEN, or use --optim.name adamw"
-        )
+        hint = "its module can name them by HIDDEN, or use --optim.name adamw"
+        raise UserError(f"optim.name is 'muon', and no matrix of the model has a name like {hidden!r}: {hint}")
     return table

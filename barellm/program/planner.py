@@ -146,10 +146,8 @@ def _check_addressable(tensors: Sequence[Tensor]) -> None:
     largest = max(tensors, key=lambda t: t.nbytes, default=None)
     if largest is not None and sum(t.nbytes for t in tensors) > MOST_BYTES:
         shape = " x ".join(str(int(n)) for n in largest.shape)
-        raise UserError(
-            f"{largest.name} ({shape}) alone needs {largest.nbytes / 2**20:.1f} MiB: no machine can address such a program, "
-            "choose smaller sizes"
-        )
+        needed = f"{largest.name} ({shape}) alone needs {largest.nbytes / 2**20:.1f} MiB"
+        raise UserError(f"{needed}: no machine can address such a program, choose smaller sizes")
 
 
 def _aligned(nbytes: int) -> int:

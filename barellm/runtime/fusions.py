@@ -57,26 +57,18 @@ CLASSIFIER: list[Fusion] = [
         )
     ),
     *(
-        Fusion(
-            "softcapped_classifier_loss",
-            [(matmul, {}), ("softcap_cross_entropy", {"logits": f"0.{logits}"})],
-            inputs={"x": f"0.{x}", "weight": "0.weight", "targets": "1.targets"},
-            outputs={"loss": "1.loss", "next_loss": "1.next_loss"},
-            attrs={"transposed": matmul == "matmul_dx"},
-        )
+        Fusion("softcapped_classifier_loss", [(matmul, {}), ("softcap_cross_entropy", {"logits": f"0.{logits}"})],
+               {"x": f"0.{x}", "weight": "0.weight", "targets": "1.targets"}, {"loss": "1.loss", "next_loss": "1.next_loss"},
+               attrs={"transposed": matmul == "matmul_dx"})
         for matmul, x, logits in (("matmul_dx", "dy", "dx"), ("matmul", "x", "y"))
     ),
-]
+]  # fmt: skip
 
 CODED: list[Fusion] = [
     # The gradient of softcapped logits is written as codes: it never exists in another form.
-    Fusion(
-        "softcap_codes",
-        [("softcap_cross_entropy_backward", {}), ("quantise", {"x": "0.dlogits"})],
-        inputs={"logits": "0.logits", "targets": "0.targets", "lse": "0.lse", "scale": "1.scale"},
-        outputs={"y": "1.y"},
-    )
-]
+    Fusion("softcap_codes", [("softcap_cross_entropy_backward", {}), ("quantise", {"x": "0.dlogits"})],
+           {"logits": "0.logits", "targets": "0.targets", "lse": "0.lse", "scale": "1.scale"}, {"y": "1.y"})
+]  # fmt: skip
 
 
 def products(activations: Iterable[str]) -> list[Fusion]:
@@ -150,24 +142,23 @@ def _input_gradient(name: str, matmul: str, operand: str, result: str, activatio
     )  # fmt: skip
 
 
+def _of_first(*names: str) -> dict[str, str]:
+    """These operands of a sequence's first op."""
+    return {name: f"0.{name}" for name in names}
+
+
 def layernorm_backward(*then: tuple[str, dict[str, str]], **outputs: str) -> Fusion:
     """A LayerNorm's gradients in one pass over its input, and the ops `then` that read the residual stream's gradient next."""
-    return Fusion(
-        "layernorm_backward",
-        [("layernorm_dx", {}), ("layernorm_dparams", {k: f"0.{k}" for k in ("dy", "x", "mean", "rstd")}), *then],
-        inputs={k: f"0.{k}" for k in ("dy", "x", "weight", "mean", "rstd")},
-        outputs={"dx": "0.dx", "dweight": "1.dweight", "dbias": "1.dbias", **outputs},
-    )
+    sequence = [("layernorm_dx", {}), ("layernorm_dparams", _of_first("dy", "x", "mean", "rstd")), *then]
+    results = {"dx": "0.dx", "dweight": "1.dweight", "dbias": "1.dbias", **outputs}
+    return Fusion("layernorm_backward", sequence, _of_first("dy", "x", "weight", "mean", "rstd"), results)
 
 
 def rmsnorm_backward(*then: tuple[str, dict[str, str]], **outputs: str) -> Fusion:
     """The same of an RMSNorm with a weight."""
-    return Fusion(
-        "rmsnorm_backward",
-        [("rmsnorm_dx", {}), ("rmsnorm_dweight", {k: f"0.{k}" for k in ("dy", "x", "rstd")}), *then],
-        inputs={k: f"0.{k}" for k in ("dy", "x", "weight", "rstd")},
-        outputs={"dx": "0.dx", "dweight": "1.dweight", **outputs},
-    )
+    sequence = [("rmsnorm_dx", {}), ("rmsnorm_dweight", _of_first("dy", "x", "rstd")), *then]
+    results = {"dx": "0.dx", "dweight": "1.dweight", **outputs}
+    return Fusion("rmsnorm_backward", sequence, _of_first("dy", "x", "weight", "rstd"), results)
 
 
 _DX_SUM, _ROUNDED = ("bias_grad", {"dy": "0.dx"}), ("cast", {"x": "0.dx"})
@@ -178,25 +169,15 @@ NORMS_BACKWARD: list[Fusion] = [
     layernorm_backward(_ROUNDED, rounded="2.y"),
     layernorm_backward(_DX_SUM, dx_sum="2.dbias"),
     layernorm_backward(),
-    Fusion(
-        "layernorm_backward",
-        [("layernorm_dx", {}), _ROUNDED],
-        {k: f"0.{k}" for k in ("dy", "x", "weight", "mean", "rstd")},
-        {"dx": "0.dx", "rounded": "1.y"},
-        when=lambda ops: ops[0].weight.base.frozen,
-    ),
-]
+    Fusion("layernorm_backward", [("layernorm_dx", {}), _ROUNDED], _of_first("dy", "x", "weight", "mean", "rstd"),
+           {"dx": "0.dx", "rounded": "1.y"}, when=lambda ops: ops[0].weight.base.frozen),
+]  # fmt: skip
 
 RMSNORMS_BACKWARD: list[Fusion] = [
     rmsnorm_backward(_ROUNDED, rounded="2.y"),
     rmsnorm_backward(),
     # Without a weight, or with one that is frozen, there is nothing but dx to round.
-    Fusion(
-        "rmsnorm_backward",
-        [("rmsnorm_dx", {}), ("cast", {"x": "0.dx"})],
-        inputs={k: f"0.{k}" for k in ("dy", "x", "weight", "rstd")},
-        outputs={"dx": "0.dx", "rounded": "1.y"},
-        optional=("weight",),
-        when=lambda ops: ops[0].weight is None or ops[0].weight.base.frozen,
-    ),
-]
+    Fusion("rmsnorm_backward", [("rmsnorm_dx", {}), _ROUNDED], _of_first("dy", "x", "weight", "rstd"),
+           {"dx": "0.dx", "rounded": "1.y"}, optional=("weight",),
+           when=lambda ops: ops[0].weight is None or ops[0].weight.base.frozen),
+]  # fmt: skip

@@ -35,9 +35,8 @@ def html(runs: Sequence[dict[str, Any]] = ()) -> tuple[str, str]:
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     found = re.findall(r"<(script|style)>(.*?)</\1>", text, re.DOTALL)
     digests = {tag: base64.b64encode(hashlib.sha256(body.encode()).digest()).decode() for tag, body in found}
-    policy = "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; connect-src " + (
-        "'none'" if runs else "'self'"
-    )
+    policy = "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'"
+    policy += "; connect-src 'none'" if runs else "; connect-src 'self'"
     policy += "".join(f"; {tag}-src 'sha256-{digest}'" for tag, digest in digests.items())
     text = text.replace("<!-- policy -->", f'<meta http-equiv="Content-Security-Policy" content="{policy}">', 1)
     data = json.dumps({"runs": runs} if runs else None, allow_nan=False)

@@ -32,9 +32,8 @@ def check(config: Config, *, device: str, ranks: Ranks) -> None:
         return
     train, said = config.train, f"and the run has {ranks.count} ranks"
     if train.micro_batch_size % ranks.count:
-        raise UserError(
-            f"train.micro_batch_size is {train.micro_batch_size}, {said}, which do not divide it: each takes as many sequences"
-        )
+        why = "which do not divide it: each takes as many sequences"
+        raise UserError(f"train.micro_batch_size is {train.micro_batch_size}, {said}, {why}")
     if model_schedule(config) is not None:
         raise UserError(f"the runs of {models.name_of(config.model)} have stages, {said}: expected another preset")
     for key, value in (("train.exponent_stats", train.exponent_stats), ("train.signal_grace_period", train.signal_grace_period)):

@@ -128,10 +128,8 @@ class Inputs:
             if not isinstance(self.training_schedule, ConstantSchedule):
                 stages = f"the runs of {models.name_of(self.config.model)} have stages, whose rows change their length"
                 raise UserError(f"{data.source} has prompts and answers, and {stages}: expected a text")
-            fill = self.data.tokenizer.start
-            return ExampleRows(
-                self.data.examples[0], seq=train.seq, seed=train.seed, fill=fill, order=data.order, masked=self.data.masked
-            )
+            fill, options = self.data.tokenizer.start, {"order": data.order, "masked": self.data.masked}
+            return ExampleRows(self.data.examples[0], seq=train.seq, seed=train.seed, fill=fill, **options)
         if data.order == "llmc":
             return LlmcOrder(self.data.train, batch=train.micro_batch_size, seq=train.seq)
         if data.order != "documents":

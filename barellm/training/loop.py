@@ -305,11 +305,10 @@ class Loop:
         hint = f"; {target} holds the last weights that were finite" if target.is_dir() else ""
         if earlier := [path for path in checkpoint.steps(self.saving.folder) if path != target]:
             hint += f"; the checkpoint before that is {earlier[0]}" if hint else f"; {earlier[0]} is the last checkpoint"
-        raise UserError(
-            f"loss or gradient norm was not finite for {NOT_FINITE_LIMIT} steps up to step {step} (loss {loss}, "
-            f"norm {norm}): restart with a lower learning rate, {report.lower_rates(self.config.optim)}"
-            f"{' or a longer --optim.warmup' if isinstance(self.training_schedule, ConstantSchedule) else ''}{hint}"
-        )
+        found = f"was not finite for {NOT_FINITE_LIMIT} steps up to step {step} (loss {loss}, norm {norm})"
+        rates = f"a lower learning rate, {report.lower_rates(self.config.optim)}"
+        longer = " or a longer --optim.warmup" if isinstance(self.training_schedule, ConstantSchedule) else ""
+        raise UserError(f"loss or gradient norm {found}: restart with {rates}{longer}{hint}")
 
     def _weights_are_finite(self) -> bool:
         return all(

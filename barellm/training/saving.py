@@ -169,10 +169,9 @@ class Saving:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT) or gave_up or waited > FULL_DISK_S:
                     raise
                 megabytes = checkpoint.checkpoint_bytes(self.session) / 1e6
-                self._console.line(
-                    f"warning: {error.filename}: {error.strerror}. The last checkpoint needs {megabytes:,.0f} MB; it is "
-                    f"tried again every {FULL_DISK_PAUSE_S:g} s, {duration(FULL_DISK_S - waited)} more. Ctrl-C gives up"
-                )
+                found = f"{error.filename}: {error.strerror}. The last checkpoint needs {megabytes:,.0f} MB"
+                plan = f"it is tried again every {FULL_DISK_PAUSE_S:g} s, {duration(FULL_DISK_S - waited)} more"
+                self._console.line(f"warning: {found}; {plan}. Ctrl-C gives up")
             again = time.monotonic() + FULL_DISK_PAUSE_S
             while time.monotonic() < again and bool(self._stop) == stopped:
                 time.sleep(0.05)  # a signal does not end a sleep

@@ -12,8 +12,8 @@ from barellm.cli import main
 from barellm.cpu import jit
 from barellm.cpu.isa import host
 from barellm.cpu.kernel import Specialisation
-from barellm.cpu.lang.sync import BARRIER, RECORD_NBYTES, STAMPS
-from barellm.cpu.threads import Pool
+from barellm.cpu.lang.sync import BARRIER, STAMPS
+from barellm.cpu.threads import Pool, record_table
 from barellm.errors import UserError
 from barellm.tools.plan import rows
 from barellm.tools.profile import chart, profile, timeline, trace
@@ -153,9 +153,7 @@ def test_tracing_costs_less_than_two_percent():
     """The cost of a traced record, from tables of empty calls, against the step that it is part of."""
     spec, calls = Specialisation(nothing, (), ()), 4000
     library = jit.Library([jit.compile_object(spec.ir(host()), host())], host())
-    block = np.zeros((calls + 1) * RECORD_NBYTES // 8, np.int64)
-    skip = -block.ctypes.data % RECORD_NBYTES // 8
-    records = block[skip : skip + calls * RECORD_NBYTES // 8].reshape(calls, -1)
+    records = record_table(calls)
     records[:, 0], records[-1, BARRIER // 8] = library.address(spec.symbol()), 1
     stamps = np.zeros((1, calls, STAMPS), np.int64)
     pool = Pool(1, host())

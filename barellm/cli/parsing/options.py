@@ -297,10 +297,8 @@ class CommandLine:
         """The preset."""
         name = self.preset or models.usual()
         if name not in models.presets() and Path(name).exists():
-            raise UserError(
-                f"{name} is a file or folder, expected the name of a preset: a text is named with --data, a run or "
-                "configuration with --config, a model with --model"
-            )
+            hint = "a text is named with --data, a run or configuration with --config, a model with --model"
+            raise UserError(f"{name} is a file or folder, expected the name of a preset: {hint}")
         return models.preset(name)
 
     def changes(self, config: Config) -> dict[str, Any]:

@@ -268,10 +268,8 @@ class Builder:
         """acc + the products of two bf16 pairs a lane, summed in fp32; a and b are i32 lanes that hold the pairs."""
         n = 2 * self.lanes
         pairs = f"<{n} x bfloat>"
-        name = {"x86": f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}", "neon": "llvm.aarch64.neon.bfdot.v4f32.v8bf16"}[
-            self.isa.dot
-        ]
-        return self.call(name, self.vec, acc, self.bitcast(a, pairs), self.bitcast(b, pairs))
+        names = {"x86": f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}", "neon": "llvm.aarch64.neon.bfdot.v4f32.v8bf16"}
+        return self.call(names[self.isa.dot], self.vec, acc, self.bitcast(a, pairs), self.bitcast(b, pairs))
 
     def select(self, condition: Value, a: Any, b: Any) -> Value:
         a, b = self.match(a, b)

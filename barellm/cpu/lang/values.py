@@ -1,9 +1,8 @@
 """The values of the kernel language: values with Python's operators, variables, and typed pointers.
 
-Scalars are i64, float or double; vectors have `isa.lanes` lanes of float or i32. A variable that changes in a loop is a
-`Var` (a stack slot that one cheap pass turns into registers). Memory is read and written through typed Pointers, which
-convert shorter floats to fp32 lanes on the way and always state an alignment: a vector access without one crashes on unaligned
-data."""
+Scalars are i64, float or double; vectors have `isa.lanes` lanes of float or i32. A variable that changes in a loop is a `Var` (a
+stack slot that one cheap pass turns into registers). Memory is read and written through typed Pointers, which convert shorter
+floats to fp32 lanes on the way and always state an alignment: a vector access without one crashes on unaligned data."""
 
 from __future__ import annotations
 

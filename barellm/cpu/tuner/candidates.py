@@ -77,9 +77,8 @@ def refined(problem: GemmProblem, best: Any, isa: ISA) -> list[Any]:
     if problem.operation == "weight_gradient":
         return [replace(best, overlap=overlap) for overlap in gemm_config.OVERLAPS if overlap != best.overlap]
     configs: dict[gemm_config.GemmConfig, None] = {}
-    overlaps = (
-        gemm_config.OVERLAPS if can_overlap_packing(isa, problem.dtype) else (gemm_config.OVERLAPS[0], gemm_config.OVERLAPS[-1])
-    )
+    overlaps = gemm_config.OVERLAPS
+    overlaps = overlaps if can_overlap_packing(isa, problem.dtype) else (overlaps[0], overlaps[-1])
     for tile in {best.tile: None} | {t: None for t in gemm_config.tiles(isa, problem.dtype) if t.vectors > 1}:
         for kc in _parts(problem, tile, isa):
             for overlap in overlaps:

@@ -10,8 +10,7 @@ import xxhash
 from barellm.cpu import jit
 from barellm.cpu.isa import host
 from barellm.cpu.kernels.gemm import gemm, skinny_gemm, weight_gradient
-from barellm.cpu.lang.sync import RECORD_NBYTES
-from barellm.cpu.threads import Pool
+from barellm.cpu.threads import Pool, record_table
 from barellm.cpu.tuner import faults
 from barellm.cpu.tuner.problem import GemmProblem, configured
 from barellm.program import scalars
@@ -44,7 +43,7 @@ class Loaded:
     addresses: list[int]
     thread_scratch: np.ndarray
     thread_scratch_bytes: int
-    tables: dict[int, tuple[int, Any]] = field(default_factory=dict)  # of the first, by number of calls
+    tables: dict[int, tuple[np.ndarray, Any]] = field(default_factory=dict)  # of the first, by number of calls
 
 
 class Harness(harness.Harness):
@@ -96,7 +95,7 @@ class Harness(harness.Harness):
         self.data.restore()
         table, keep = self._table(loaded, run.spec, 1)
         self._bind(loaded, run.tokens, run.accumulate)
-        self.pool.run(table, 1)
+        self.pool.run(table.ctypes.data, 1)
         del keep
 
     def snapshot(self, loaded: Loaded, run: Run) -> dict[str, str]:
@@ -160,17 +159,12 @@ class Harness(harness.Harness):
         thread_scratch = (loaded.thread_scratch.ctypes.data + 63) & ~63
         self.pool.bind(self.scalars.ctypes.data, thread_scratch, loaded.thread_scratch_bytes)
 
-    def _table(self, loaded: Loaded, i: int, records: int) -> tuple[int, Any]:
-        """A table of `records` calls of one specialisation, each on the next set of operands. Returns (address, objects that must
-        live as long)."""
-        words = RECORD_NBYTES // 8
-        block = np.zeros((records + 1) * words, np.int64)
-        skip = -block.ctypes.data % RECORD_NBYTES // 8
-        rows = block[skip : skip + records * words].reshape(records, words)
-        sets = [self._arguments(i, s) for s in range(self.data.sets)]
+    def _table(self, loaded: Loaded, i: int, records: int) -> tuple[np.ndarray, Any]:
+        """A table of `records` calls of one specialisation, each on the next set of operands; and what must live as long."""
+        table, sets = record_table(records), [self._arguments(i, s) for s in range(self.data.sets)]
         for n in range(records):
-            rows[n, :3] = loaded.addresses[i], sets[n % len(sets)].ctypes.data, 1
-        return rows.ctypes.data, (block, sets)
+            table[n, :3] = loaded.addresses[i], sets[n % len(sets)].ctypes.data, 1
+        return table, sets
 
     def _arguments(self, i: int, which: int) -> np.ndarray:
         """The packed arguments of a call of specialisation i, on operand set `which`."""
@@ -189,12 +183,11 @@ class Harness(harness.Harness):
         loaded.tables = {calls: self._table(loaded, 0, round_up(calls, self.data.sets) if calls > 1 else 1)}
 
     def repeat(self, loaded: Loaded, calls: int) -> float:
-        table, (block, _) = loaded.tables[calls]
-        records = block.size * 8 // RECORD_NBYTES - 1
+        table, _ = loaded.tables[calls]
         self._bind(loaded, self.problem.timed, 0)
         start = time.perf_counter()
-        self.pool.run(table, records)
-        return (time.perf_counter() - start) / records
+        self.pool.run(table.ctypes.data, len(table))
+        return (time.perf_counter() - start) / len(table)
 
     def close(self) -> None:
         self.pool.close()

@@ -76,9 +76,8 @@ class Convolution(Op):
         if self.algorithm.startswith("winograd") and not (plain and w[2:] == (3, 3)):
             raise ValueError(f"{name} by {self.algorithm} expects filters of 3 x 3, a stride and a dilation of 1: {found}")
         if self.algorithm == "fft" and not (plain and max(w[2:]) <= FFT_MOST):
-            raise ValueError(
-                f"{name} by fft expects filters of at most {FFT_MOST} x {FFT_MOST}, a stride and a dilation of 1: {found}"
-            )
+            most = f"{FFT_MOST} x {FFT_MOST}"
+            raise ValueError(f"{name} by fft expects filters of at most {most}, a stride and a dilation of 1: {found}")
 
     def operations(self, w: tuple[int, ...], y: tuple[int, ...]) -> int:
         """Multiplications and additions of the direct algorithm, whichever is used."""

@@ -49,8 +49,5 @@ class Pace:
         if self.rows > 1:
             return f"{begin} of {self.rows} texts in a batch"
         rate = self.tokens_per_s * nbytes
-        return (
-            f"{begin}: "
-            f"{nbytes / 1e6:.1f} MB of weights a token, {rate / 1e9:.1f} GB/s, "
-            f"{100 * rate / bandwidth:.0f} % of the {bandwidth / 1e9:.1f} GB/s that this machine reads"
-        )
+        share = f"{100 * rate / bandwidth:.0f} % of the {bandwidth / 1e9:.1f} GB/s that this machine reads"
+        return f"{begin}: {nbytes / 1e6:.1f} MB of weights a token, {rate / 1e9:.1f} GB/s, {share}"

@@ -17,8 +17,9 @@ import numpy as np
 from barellm.assembly.build import gemm_options
 from barellm.assembly.programs import build
 from barellm.config import Config, ModelConfig
-from barellm.cpu.lang.sync import BARRIER, RECORD_NBYTES
+from barellm.cpu.lang.sync import BARRIER
 from barellm.cpu.step import CpuSession
+from barellm.cpu.threads import record_table
 from barellm.cuda.kernels.loss.classifier import chunk_tokens
 from barellm.program import ops
 from barellm.program.builder import Program, Store
@@ -150,17 +151,14 @@ class Timed:
 
     def _table(self, records: np.ndarray, turns: int) -> Callable[[], float]:
         """A function that executes `records` `turns` times with barriers and returns seconds per record."""
-        rows, words = len(records) * turns, RECORD_NBYTES // 8
-        block = np.zeros((rows + 1) * words, np.int64)
-        skip = -block.ctypes.data % RECORD_NBYTES // 8
-        table = block[skip : skip + rows * words].reshape(turns, *records.shape)
-        table[:] = records
-        table[..., BARRIER // 8] = 1
+        table = record_table(len(records) * turns)
+        table.reshape(turns, *records.shape)[:] = records
+        table[:, BARRIER // 8] = 1
 
         def run() -> float:
             start = time.perf_counter()
-            self.session.pool.run(table.ctypes.data, rows)
-            return (time.perf_counter() - start) / rows
+            self.session.pool.run(table.ctypes.data, len(table))
+            return (time.perf_counter() - start) / len(table)
 
         return run
 

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from barellm.config import Config
-from barellm.cpu.lang.sync import BARRIER, RECORD_NBYTES, STAMPS
+from barellm.cpu.lang.sync import BARRIER, STAMPS
 from barellm.cpu.step import CpuSession
+from barellm.cpu.threads import record_table
 from barellm.program.ops.base import Op
 from barellm.tools.plan.roofline import measured_ceiling
 from barellm.tools.plan.rows import by_kind, mixes, op_seconds, spans
@@ -74,10 +75,8 @@ class Alone:
 
     def _run(self, calls: np.ndarray, repeats: int) -> float:
         """The median of `repeats` times in a row, the first not counted."""
-        block = np.zeros((len(calls) * repeats + 1) * RECORD_NBYTES // 8, np.int64)
-        skip = -block.ctypes.data % RECORD_NBYTES // 8
-        table = block[skip : skip + calls.size * repeats].reshape(repeats, *calls.shape)
-        table[:] = calls
+        table = record_table(len(calls) * repeats)
+        table.reshape(repeats, *calls.shape)[:] = calls
         stamps = np.zeros((self.session.threads, repeats, len(calls), STAMPS), np.int64)
-        self.session.pool.run(table.ctypes.data, repeats * len(calls), stamps.ctypes.data)
+        self.session.pool.run(table.ctypes.data, len(table), stamps.ctypes.data)
         return float(np.median(stamps[0, 1:, -1, LEFT] - stamps[0, 1:, 0, BEGIN])) * self.tick_s

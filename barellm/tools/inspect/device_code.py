@@ -46,9 +46,8 @@ def count(sass: str) -> tuple[int, dict[str, int], dict[str, int]]:
     words = [m[1].split(".") for m in INSTRUCTION.finditer(sass)]
     names = Counter(name for name, *_ in words)
     names.pop("NOP", None)
-    widths = Counter(
-        f"{name}.{next((w for w in ('128', '64') if w in rest), '32')}" for name, *rest in words if name in ("LDG", "STG")
-    )
+    moves = [(name, rest) for name, *rest in words if name in ("LDG", "STG")]
+    widths = Counter(f"{name}.{next((w for w in ('128', '64') if w in rest), '32')}" for name, rest in moves)
     return sum(names.values()), {name: names[name] for name in COUNTED if names[name]}, dict(widths)
 
 

@@ -13,7 +13,7 @@ from barellm.cpu.kernel import Specialisation
 from barellm.cuda.compile import triton_compile
 from barellm.cuda.kernel import CollectiveCall, LibraryGemm, Target
 from barellm.cuda.kernel import Specialisation as DeviceSpec
-from barellm.errors import UserError, nearest
+from barellm.errors import UserError, check_known, nearest
 from barellm.tools.inspect import device_code, machine_code
 from barellm.tools.plan.devices import lower, target_here
 
@@ -48,8 +48,7 @@ def isa_named(name: str | None, triple: str | None = None) -> ISA:
         return isas.host()
     known = {**isas.X86, **isas.ARM}
     name = name or "generic"
-    if name not in known:
-        raise UserError(f"unknown ISA {name!r}{nearest(name, known)} (known: {', '.join(known)})")
+    check_known("ISA", name, known)
     on_arm = isas.arm()
     if triple is None:
         table = isas.ARM if on_arm else isas.X86

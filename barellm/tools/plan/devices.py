@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from barellm.cuda import driver
 from barellm.cuda.kernel import Target
-from barellm.errors import UserError, nearest
+from barellm.errors import UserError, check_known
 from barellm.program.builder import Program
 from barellm.runtime.backend import backend
 from barellm.tools.plan.roofline import NAMED, Ceiling, Mix
@@ -69,8 +69,7 @@ CARDS = {
 
 def sheet(card: str) -> Published:
     """A card's data sheet. UserError for a card that is not known."""
-    if card not in CARDS:
-        raise UserError(f"unknown card {card!r}{nearest(card, CARDS)} (known: {', '.join(CARDS)})")
+    check_known("card", card, CARDS)
     return CARDS[card]
 
 
@@ -83,8 +82,7 @@ def published(card: str) -> Ceiling:
 
 def check(device: str) -> None:
     """Raise a UserError for a device that has no kernels of ours."""
-    if device not in DEVICES:
-        raise UserError(f"unknown device {device!r}{nearest(device, DEVICES)} (known: {', '.join(DEVICES)})")
+    check_known("device", device, DEVICES)
 
 
 def lower(programs: dict[str, Program], machine: str | ISA | Target, **products: Any) -> Built:

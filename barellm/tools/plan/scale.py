@@ -15,7 +15,7 @@ from math import ceil, log2
 from typing import Any
 
 from barellm.config import Config
-from barellm.errors import UserError, nearest
+from barellm.errors import check_known
 from barellm.tools.plan.roofline import NAMED, Ceiling
 
 WAYS = ("direct", "ring", "tree")
@@ -46,8 +46,7 @@ LINKS = {
 
 def link(name: str) -> Link:
     """The link of that name. UserError for one that is not known."""
-    if name not in LINKS:
-        raise UserError(f"unknown link {name!r}{nearest(name, LINKS)} (known: {', '.join(LINKS)})")
+    check_known("link", name, LINKS)
     return LINKS[name]
 
 
@@ -101,9 +100,8 @@ def rows_of(config: Config, ranks: int) -> Config:
     train = config.train
     if train.micro_batch_size % ranks == 0:
         return replace(config, train=replace(train, micro_batch_size=train.micro_batch_size // ranks))
-    return replace(
-        config, train=replace(train, gradient_accumulation_steps=max(1, ceil(train.gradient_accumulation_steps / ranks)))
-    )
+    steps = max(1, ceil(train.gradient_accumulation_steps / ranks))
+    return replace(config, train=replace(train, gradient_accumulation_steps=steps))
 
 
 def work(config: Config, ranks: int, ceiling: Ceiling, utilisation: float) -> tuple[Work, Any]:

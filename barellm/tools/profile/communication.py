@@ -39,8 +39,6 @@ def lines(rows: list[dict[str, Any]], step_s: float) -> list[str]:
         table.append(f"{name:<44}{row['segment'] or 'behind all':<18}{times}")
     fastest = sum(min(row["s"]) for row in rows)
     slowest = max(sum(row["s"][r] for row in rows) for r in range(count))
-    table.append(
-        f"exposed: {fastest * 1e3:.3f} ms, {100 * fastest / step_s:.1f} % of the step; with waiting for others up to "
-        f"{slowest * 1e3:.3f} ms"
-    )
+    exposed = f"{fastest * 1e3:.3f} ms, {100 * fastest / step_s:.1f} % of the step"
+    table.append(f"exposed: {exposed}; with waiting for others up to {slowest * 1e3:.3f} ms")
     return table

@@ -46,9 +46,8 @@ class Harness:
             compiled = CompiledModel(config, "cuda", session, programs, session.plan)
             on_step(session, config, 0, train.steps)
             session.tells_launches = True  # the last line of one that hangs
-            self.worst = OpCheck(
-                session, bound=FP32_BOUND if train.dtype == "fp32" and not train.tf32 else BOUND, again=False
-            ).worst
+            bound = FP32_BOUND if train.dtype == "fp32" and not train.tf32 else BOUND
+            self.worst = OpCheck(session, bound=bound, again=False).worst
             compiled.initialize(SEED)
             StepBench(compiled).step()
             ids = np.arange(2 * train.seq, dtype=np.int32).reshape(2, -1) % config.model.vocab_size

@@ -74,10 +74,9 @@ class StepBench:
 
     def _inputs(self) -> list[np.ndarray]:
         """Tokens and targets of the steps of the next cycle: (2, batch, seq) i32 each."""
+        shape = (2, self.train.micro_batch_size, self.train.seq)
         return [
-            np.random.default_rng((SEED, self.steps + i)).integers(
-                0, self.vocabulary, (2, self.train.micro_batch_size, self.train.seq), dtype=np.int32
-            )
+            np.random.default_rng((SEED, self.steps + i)).integers(0, self.vocabulary, shape, dtype=np.int32)
             for i in range(self.training_schedule.cycle)
         ]
 

@@ -40,9 +40,8 @@ class Listed(Op):
         fits = len(relative.shape) == 2 and relative.shape[1] == q.shape[2]
         if not fits or dtypes.FORMATS[relative.dtype].operand != q.dtype or (not layout.causal and relative.shape[0] % 2 == 0):
             rows = "M" if layout.causal else "an odd number"
-            raise ValueError(
-                f"{self.name} expects relative ({rows}, {int(q.shape[2])}) {q.dtype}: {describe(q=q, relative=relative)}"
-            )
+            found = describe(q=q, relative=relative)
+            raise ValueError(f"{self.name} expects relative ({rows}, {int(q.shape[2])}) {q.dtype}: {found}")
 
     @property
     def distances(self) -> tuple[int, int]:

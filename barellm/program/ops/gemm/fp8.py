@@ -42,9 +42,8 @@ class Quantise(PerTarget):
 
     def infer(self, x: Tensor, scale: Tensor) -> dict[str, Spec]:
         if scale.shape != (1,) or self.dtype not in LARGEST:
-            raise ValueError(
-                f"quantise expects a scale (1,) and one of {', '.join(LARGEST)}: {describe(scale=scale)}, {self.dtype}"
-            )
+            found = f"{describe(scale=scale)}, {self.dtype}"
+            raise ValueError(f"quantise expects a scale (1,) and one of {', '.join(LARGEST)}: {found}")
         return {"y": (x.shape, self.dtype)}
 
     def reference(self, x, scale, inv_targets=None):

@@ -17,9 +17,8 @@ class QuantizedMatmul(Op):
         shapes = how.shapes(N, int(x.shape[-1]))
         if (codes.shape, scales.shape) != shapes or codes.dtype != how.codes:
             found = describe(x=x, codes=codes, scales=scales)
-            raise ValueError(
-                f"quantized_matmul expects codes {shapes[0]} {how.codes} and scales {shapes[1]} for {N} columns: {found}"
-            )
+            expected = f"codes {shapes[0]} {how.codes} and scales {shapes[1]} for {N} columns"
+            raise ValueError(f"quantized_matmul expects {expected}: {found}")
         return {"y": ((*x.shape[:-1], N), self.attrs.get("dtype", x.dtype))}
 
     def reference(self, x, codes, scales):
@@ -38,9 +37,8 @@ class QuantizedMatmulDx(Op):
     def infer(self, dy: Tensor, codes: Tensor, scales: Tensor) -> dict[str, Spec]:
         shapes = scheme(self.attrs["weights"]).shapes(N := self.attrs["columns"], K := self.attrs["depth"])
         if (codes.shape, scales.shape) != shapes or dy.shape[-1] != N:
-            raise ValueError(
-                f"quantized_matmul_dx expects dy (..., {N}), codes {shapes[0]} and scales {shapes[1]}: {describe(dy=dy)}"
-            )
+            expected = f"dy (..., {N}), codes {shapes[0]} and scales {shapes[1]}"
+            raise ValueError(f"quantized_matmul_dx expects {expected}: {describe(dy=dy)}")
         return {"dx": ((*dy.shape[:-1], K), dy.dtype)}
 
     def reference(self, dy, codes, scales):
