@@ -265,6 +265,7 @@ def write_rows(k, rows, F: int, outs: list[tuple[Pointer, int, str]], *, lines: 
     full_end = F - F % step
 
     def columns(row_outs) -> Written:
+        """The loop over a row's columns; of each result ROW_TOGETHER vectors are stored together."""
         results: list[list[Value]] = []
 
         def put(c, mask, *values) -> None:

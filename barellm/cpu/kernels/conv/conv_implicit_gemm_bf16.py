@@ -135,7 +135,7 @@ class ImplicitGemm:
         self.chunks = ceil_div(geometry.channels, 2 * blocking.pairs)
 
     def run(self) -> None:
-        """The parallel loop over work items, and for each the loop over K blocks of channels."""
+        """The parallel loop over work items (lines of images x output channels), and for each the loop over K blocks."""
         k, b, (P, _) = self.k, self.blocking, self.geometry.output_size
         self._make_tables()
         line_blocks, splits = ceil_div(P, b.lines), ceil_div(self.columns, b.columns)

@@ -247,7 +247,7 @@ def pack_a(k, block, b, col, depth, *, stride: int, width: int, cols: int | None
     steps = k.ceil_div(depth, TILE_K)
 
     def pack_step(s, *, tail: bool) -> None:
-        """The tiles of TILE_K tokens; `tail`: some of them lie beyond `depth`."""
+        """Pack the tiles [column][pair] of the TILE_K tokens from s * TILE_K on; `tail`: some of them lie beyond `depth`."""
         with k.loop(0, width, SIDE) as c:
             rows = []
             for i in range(TILE_K):

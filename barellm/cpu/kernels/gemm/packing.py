@@ -207,7 +207,7 @@ class PackB(PackTask):
         self.block.as_dtype("i32").store_raw(pairs, (d >> 1) * self.width + v)
 
     def chunk(self, i) -> None:
-        """Pack row i, or rows 2 i and 2 i + 1."""
+        """Pack row i of b, or with VNNI its rows 2 i and 2 i + 1, interleaved, to row i of the block; prefetch later rows."""
         vectors = range(0, self.width, self.k.lanes)
         if not self.vnni:
             self._prefetch_rows(i)

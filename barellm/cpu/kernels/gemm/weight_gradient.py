@@ -134,7 +134,7 @@ class WeightGradient:
         return self.dy.at(t * self.dy_row), first, k.min(first + mc, self.N), k.min(self.tokens - t, self.chunk)
 
     def run(self) -> None:
-        """The loops of the module's docstring."""
+        """The loops of the module's docstring: work items, chunks of tokens, B panels of x. A, of dy, is packed once a chunk."""
         k, tile, chunk, mc, nc = self.k, self.tile, self.chunk, self.config.mc, self.config.nc
         with k.when(self.tokens > 0), k.parallel_for(self.m_blocks * self.n_blocks) as self.item:
             m_block, n_block = block_of_item(self.item, self.config, self.m_blocks, self.n_blocks)
@@ -151,7 +151,7 @@ class WeightGradient:
                     self._multiply_panel()
 
     def _multiply_panel(self) -> None:
-        """All rows of the item x one B panel: full tiles, then the tail."""
+        """All rows of the item x the B panel of x from column `col` on, [k unit][NR]: full tiles, then the tail."""
         k, tile = self.k, self.tile
         number = self.t * self.K + self.col
         self.panel = self.b_panels.acquire(number)

@@ -78,7 +78,7 @@ class SymmetricGemm:
         return packing.PackB(k, into, source, col, self._kc_of(p), stride=n, width=self.a_width, cols=n)
 
     def run(self) -> None:
-        """The parallel loop over work items: the KC blocks of each, then its epilogue."""
+        """The parallel loop over work items (a B panel x MC rows): the KC blocks of each, then its epilogue."""
         k, n = self.k, self.n
         with k.parallel_for(self.panels * self.m_blocks) as self.item:
             self.panel_index, block = self.item % self.panels, self.item // self.panels
