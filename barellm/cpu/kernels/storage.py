@@ -68,6 +68,7 @@ class Weight:
                         plane.store(value, k.lanes * j + index, mask)
             return
         bits = [k.bitcast(value, k.ivec) for value in values]
+        # A signed lo is the rest to the nearest hi: half of hi's last bit is added before the cut.
         rounded = bits if self.lo.dtype == "u16" else [b + 0x8000 for b in bits]
         store_halves(k, self.p, rounded, index, mask, high=True)
         store_halves(k, self.lo, bits, index, mask, high=False)

@@ -168,17 +168,11 @@ class CountTile:
         for r in range(tiling.rows):
             with k.when(first + r < end):
                 dst = y.at((first + r) * N + column)
-
-                def row(masked: bool, r: int = r, dst=dst) -> None:
-                    for c in range(0, tiling.columns, k.lanes):
-                        mask = k.mask_first(N - column - c) if masked else None
-                        dst.store(accumulate(k, dst, c, mask, self._dot_products(r, c, columns), mode), c, mask)
-
-                with k.when(whole):
-                    row(False)
-                if N % tiling.columns:
-                    with k.otherwise(whole):
-                        row(True)
+                for masked, branch in ((False, k.when), (True, k.otherwise))[: 2 if N % tiling.columns else 1]:
+                    with branch(whole):
+                        for c in range(0, tiling.columns, k.lanes):
+                            mask = k.mask_first(N - column - c) if masked else None
+                            dst.store(accumulate(k, dst, c, mask, self._dot_products(r, c, columns), mode), c, mask)
 
     def _dot_products(self, r: int, c: int, columns: int) -> Value:
         """columns - 2 sums of a vector of the tile: row r, `lanes` columns from c on, as fp32."""
