@@ -15,6 +15,7 @@ MOMENTS = ("fp32", "16bit", "16bit-stochastic")
 DROPOUT_BITS = ("threefry", "taus88", "lfsr113")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 EVALUATED = ("spread", "first")  # which tokens of the validation text
+ACTIVATIONS = ("silu", "gelu", "gelu_erf", "relu", "relu2")  # of an MLP
 EXPONENT_RULES = ("static", "floating", "delayed", "learned")
 TRACKERS = ("tensorboard", "wandb", "trackio")
 MASKS = ("auto", "on", "off")  # of documents in a row

@@ -11,7 +11,7 @@ from functools import partial
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
-from barellm.config import DROPOUT_BITS, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from barellm.config import ACTIVATIONS, DROPOUT_BITS, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from barellm.config import Config as Run
 from barellm.config.fields import at_least, below_one, between, divides, entries, one_of, value
 from barellm.models import unit
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     DeclareMlp = Callable[[str, int], tuple[Affine, Affine]]
 
 
-def _no_biases(key: str, found: bool, config: Config) -> str | None:
+def _unit(key: str, found: bool, config: Config) -> str | None:
+    if found and config.activation != "gelu":
+        return f"{key} is true and model.activation {config.activation!r}, expected gelu"
     return f"{key} is true and model.bias too, expected model.bias false" if found and config.bias else None
 
 
@@ -42,10 +44,11 @@ class Config(ModelConfig):
     dropout_bits: str = one_of(DROPOUT_BITS, "threefry",
         "generator of the residual stream's dropout: threefry, taus88 or lfsr113 (attention's is always "
         "threefry)", of_run=True)  # fmt: skip
+    activation: str = one_of(ACTIVATIONS, "gelu", "activation of the MLP; gelu is the tanh form, as GPT-2 has it")
     unit_scaling: bool = value(
         False,
         "unit scaling: weights from N(0, 1), constants that keep activations and gradients at unit size; no biases and gains",
-        check=_no_biases,
+        check=_unit,
     )
 
     @property
@@ -117,7 +120,7 @@ def forward(
         return p.attention(*p.split(qkv_BT3C, 3), heads=cfg.heads, dropout=rate, starts=starts)
 
     rest = (w, tokens_BT, attend, lambda x_BTC: p.dropout(x_BTC, rate, cfg.dropout_bits))
-    h_BTC = _unit_trunk(p, cfg, *rest, positions) if cfg.unit_scaling else trunk(p, *rest, positions_BT=positions)
+    h_BTC = (_unit_trunk if cfg.unit_scaling else trunk)(p, cfg, *rest, positions_BT=positions)
     return p.classifier(h_BTC, w.wte, targets_BT, valid_vocab=cfg.vocab_size)
 
 
@@ -133,22 +136,22 @@ def decode(p: Program, cfg: Config, tokens_BT: Tensor, caches: tuple[int, int] |
         return p.attention_cached(*p.split(qkv_BT3C, 3), *kv_caches, heads=cfg.heads, **places)
 
     rest, at = (w, tokens_BT, attend, lambda x_BTC: x_BTC), places.get("positions")
-    x_BTC = _unit_trunk(p, cfg, *rest, at) if cfg.unit_scaling else trunk(p, *rest, positions_BT=at)
+    x_BTC = (_unit_trunk if cfg.unit_scaling else trunk)(p, cfg, *rest, positions_BT=at)
     return p.last_logits(x_BTC, w.wte)
 
 
 Attend = Callable[[Block, "Tensor"], "Tensor"]
 Dropout = Callable[["Tensor"], "Tensor"]
-Mlp = Callable[["Program", Block, "Tensor"], "Tensor"]
+Mlp = Callable[["Program", Any, Block, "Tensor"], "Tensor"]
 
 
-def dense_mlp(p: Program, b: Block, h_BTC: Tensor) -> Tensor:
-    h_BTF = p.gelu(p.linear(h_BTC, *b.fc))
+def dense_mlp(p: Program, cfg: Config, b: Block, h_BTC: Tensor) -> Tensor:
+    h_BTF = p.activate(p.linear(h_BTC, *b.fc), cfg.activation)
     return p.linear(h_BTF, *b.fcproj)
 
 
 def trunk(
-    p: Program, w: Weights, tokens_BT: Tensor, attend: Attend, dropout: Dropout, mlp: Mlp = dense_mlp,
+    p: Program, cfg: Config, w: Weights, tokens_BT: Tensor, attend: Attend, dropout: Dropout, mlp: Mlp = dense_mlp,
     positions_BT: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The final hidden states (B, T, C), normalized. `attend(block, qkv)` computes attention (B, T, C) from (B, T, 3 C), `mlp` a
@@ -163,7 +166,7 @@ def trunk(
             x_BTC = p.add(x_BTC, y_BTC)
             with p.branch("mlp"):
                 h_BTC = p.layernorm(x_BTC, *b.ln_2)
-                y_BTC = dropout(mlp(p, b, h_BTC))
+                y_BTC = dropout(mlp(p, cfg, b, h_BTC))
             x_BTC = p.add(x_BTC, y_BTC)
     return p.layernorm(x_BTC, *w.ln_f)
 
@@ -302,7 +305,7 @@ PRESETS: dict[str, Callable[[], Run]] = {
 
 # --- other programs ---
 
-TORCH_TWIN = ("torch_gpt2.py", ("layers", "heads", "d_model", "bias"))
+TORCH_TWIN = ("torch_gpt2.py", ("layers", "heads", "d_model", "bias"), ("activation", "unit_scaling"))
 
 GPT2 = HuggingFace(
     preset="gpt2-124m",
@@ -335,6 +338,8 @@ GPT2 = HuggingFace(
     refused=lambda cfg: (
         "model.unit_scaling is true, expected false: GPT-2 has no constants in its place"
         if cfg.unit_scaling
+        else f"model.activation is {cfg.activation!r}, expected gelu, as GPT-2 has it"
+        if cfg.activation != "gelu"
         else None
         if cfg.bias
         else "model.bias is false, GPT-2 has biases there, expected true"

@@ -29,8 +29,8 @@ from functools import partial
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
+from barellm.config import ACTIVATIONS, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from barellm.config import Config as Run
-from barellm.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
 from barellm.config.fields import above, at_least, between, divides, one_of, value
 from barellm.models import families
 
@@ -115,7 +115,7 @@ class Config(ModelConfig):
     attention_bias: str = one_of(("none", "qkv", "all"), "none", "biases of q, k and v, or of attention's output too")
     mlp_bias: bool = value(False, "biases in the MLP")
     mlp: str = one_of(("gated", "plain"), "gated", "MLP: activation(gate) * up, or activation(up)")
-    activation: str = one_of(("silu", "gelu", "gelu_erf", "relu", "relu2"), "silu", "activation; gelu is the tanh form")
+    activation: str = one_of(ACTIVATIONS, "silu", "activation; gelu is the tanh form")
     parallel_residual: bool = value(False, "the MLP reads what attention reads, not its result")
     embedding_multiplier: float = above(0, 1.0, "multiplier of the embedding")
     residual_multiplier: float = above(0, 1.0, "multiplier of what attention and MLP add to the residual stream")

@@ -111,17 +111,13 @@ def _graphs(cfg: Config, layer: int) -> tuple[BlockLayout, BlockLayout]:
     return block_layout(up, cfg.mlp_block), block_layout(down.T, cfg.mlp_block)
 
 
-def _mlp(cfg: Config) -> gpt2.Mlp:
-    """A function that appends a block's MLP: dense, or block-sparse with `mlp_layout`."""
+def _mlp(p: Program, cfg: Config, b: gpt2.Block, h_BTC: Tensor) -> Tensor:
+    """A block's MLP: dense, or block-sparse with `mlp_layout`."""
     if not cfg.mlp_layout:
-        return gpt2.dense_mlp
-
-    def mlp(p: Program, b: gpt2.Block, h_BTC: Tensor) -> Tensor:
-        fc, proj = _graphs(cfg, int(b.name.removeprefix("h.")))
-        h_BTF = p.gelu(p.block_linear(h_BTC, *b.fc, layout=fc))
-        return p.block_linear(h_BTF, *b.fcproj, layout=proj)
-
-    return mlp
+        return gpt2.dense_mlp(p, cfg, b, h_BTC)
+    fc, proj = _graphs(cfg, int(b.name.removeprefix("h.")))
+    h_BTF = p.activate(p.block_linear(h_BTC, *b.fc, layout=fc), cfg.activation)
+    return p.block_linear(h_BTF, *b.fcproj, layout=proj)
 
 
 def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, training: bool) -> Tensor:
@@ -132,14 +128,14 @@ def forward(p: Program, cfg: Config, tokens_BT: Tensor, targets_BT: Tensor, *, t
     def dropout(x_BTC: Tensor) -> Tensor:
         return p.dropout(x_BTC, rate, cfg.dropout_bits)
 
-    x_BTC = gpt2.trunk(p, w, tokens_BT, _attention(p, cfg, tokens_BT), dropout, _mlp(cfg))
+    x_BTC = gpt2.trunk(p, cfg, w, tokens_BT, _attention(p, cfg, tokens_BT), dropout, _mlp)
     return p.classifier(x_BTC, w.wte, targets_BT, valid_vocab=cfg.vocab_size)
 
 
 def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:
     """The fp32 logits (B, 1, Vp) of the last position, of a text from its beginning."""
     w, attend = declare(p, cfg), _attention(p, cfg, tokens_BT)
-    return p.last_logits(gpt2.trunk(p, w, tokens_BT, attend, lambda x_BTC: x_BTC, _mlp(cfg)), w.wte)
+    return p.last_logits(gpt2.trunk(p, cfg, w, tokens_BT, attend, lambda x_BTC: x_BTC, _mlp), w.wte)
 
 
 def _attention(p: Program, cfg: Config, tokens_BT: Tensor) -> Callable[[gpt2.Block, Tensor], Tensor]:

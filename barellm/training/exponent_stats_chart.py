@@ -41,7 +41,7 @@ def matrices(row: dict[str, Any], what: str) -> list[tuple[str, TensorStats]]:
 
 
 def terminal(row: dict[str, Any], *, ascii_only: bool = False) -> str:
-    """A table with a line per matrix: rms, largest, shares of zeros and outside e4m3 and e5m2, a strip of shades of exponents."""
+    """A table with a line per matrix: rms, largest, shares of zeros (its sparsity) and outside e4m3 and e5m2, a strip of shades."""
     shades = PLAIN if ascii_only else SHADES
     low, high = STRIP
     width = (high - low) // PER_CELL
@@ -52,17 +52,17 @@ def terminal(row: dict[str, Any], *, ascii_only: bool = False) -> str:
             continue
         name_width = max(len(name) for name, _ in found)
         title = f"{what}, step {row['step']}"
-        lines.append(f"{title:<{name_width}} {'rms':>9} {'max':>9} {'zero':>6} {'e4m3':>6} {'e5m2':>6}  {ends}")
+        lines.append(f"{title:<{name_width}} {'rms':>9} {'max':>9} {'zeros':>6} {'e4m3':>6} {'e5m2':>6}  {ends}")
         for name, m in found:
             share = m.counts / max(1, m.size)
-            outside = [f"{s:6.1%}" for s in (share[0], *(m.saturated(f) + m.flushed(f) for f in ("e4m3", "e5m2")))]
+            shares = [f"{s:6.1%}" for s in (m.zeros / max(1, m.size), *(m.saturated(f) + m.flushed(f) for f in ("e4m3", "e5m2")))]
             cells = [share[e + BIAS : e + BIAS + PER_CELL].sum() for e in range(low, high, PER_CELL)]
             # An exponent that is there at all shows.
             marks = [min(len(shades) - 1, int(np.ceil(c / (PER_CELL * FULL) * (len(shades) - 1)))) for c in cells]
             strip = "".join(shades[i] for i in marks)
-            lines.append(f"{name:<{name_width}} {m.rms:>9.3g} {m.largest:>9.3g} {' '.join(outside)}  {strip}")
+            lines.append(f"{name:<{name_width}} {m.rms:>9.3g} {m.largest:>9.3g} {' '.join(shares)}  {strip}")
         lines.append("")
-    lines.append("zero: share that is zero; of gradients in fp16: what underflowed")
+    lines.append("zeros: share that is zero (sparsity); of gradients in fp16: what underflowed")
     lines.append("e4m3, e5m2: share that saturates or becomes zero there, not scaled; vectors are left out")
     return "\n".join(lines)
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from barellm.assembly.programs import build
-from barellm.config import OptimConfig
+from barellm.config import ACTIVATIONS, OptimConfig
 from barellm.cpu.isa import ISA
 from barellm.cpu.kernel import Specialisation
 from barellm.cpu.step import CpuSession
@@ -80,6 +80,7 @@ def models(draw):
         padded_vocab=vocab + draw(st.sampled_from([0, 1, 5])),
         max_seq=draw(st.sampled_from([1, 2, 13, 37])),
         bias=draw(st.booleans()),
+        activation=draw(st.sampled_from(ACTIVATIONS)),
         dropout=draw(st.sampled_from([0.0, 0.3])),
     )
     return model, (draw(st.integers(1, 3)), draw(st.integers(1, model.max_seq)))

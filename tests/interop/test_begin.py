@@ -173,6 +173,9 @@ def test_what_import_and_export_refuse(tmp_path, refused, monkeypatch):
         assert refused("export", bare, "--format", kind, *out) == (
             f"{bare}: model.bias is false, GPT-2 has biases there, expected true"
         )
+    sparse = checkpoint_of(tmp_path / "sparse", replace(TINY, activation="relu2"), ARRAYS)
+    message = f"{sparse}: model.activation is 'relu2', expected gelu, as GPT-2 has it"
+    assert refused("export", sparse, "--format", "huggingface", *out) == message
     assert "llmc-tokenizer has no place for it" in refused("export", step, "--format", "llmc-tokenizer", "--license", "mit", *out)
     deep = ("--out", tmp_path / "new" / "deep.bin")
     assert "have an end of text" in refused("export", step, "--format", "llmc-tokenizer", *deep)

@@ -146,6 +146,8 @@ def test_decoding_computes_what_training_does():
     session.close()
 
 
-def test_biases_are_refused():
+def test_biases_and_other_activations_are_refused():
+    with pytest.raises(UserError, match=r"^model.unit_scaling is true and model.activation 'relu2', expected gelu$"):
+        gpt2.Config(unit_scaling=True, bias=False, activation="relu2")
     with pytest.raises(UserError, match=r"^model.unit_scaling is true and model.bias too, expected model.bias false$"):
         gpt2.Config(layers=1, unit_scaling=True)

@@ -80,3 +80,16 @@ def check_row(row: dict) -> None:
         "h.0.add", "h.0.ln_2", "h.0.mlp.c_fc", "h.0.gelu", "h.0.mlp.c_proj", "h.0.dropout.2", "h.0.add.2", "ln_f",
     ]  # fmt: skip
     assert kinds["weight"] == kinds["weight gradient"]
+
+
+def test_the_table_shows_how_sparse_relu2_makes_activations_and_gradients(train, tmp_path, capsys):
+    """The gradient of the matmul before it is zero exactly where the activation is: its slope is."""
+    train("sparse", "--steps", "1", "--train.exponent_stats", "1", "--model.activation", "relu2")
+    (row,) = exponent_stats.steps(tmp_path / "sparse")
+    zeros = {(t["name"], t["what"]): t["zeros"] / t["size"] for t in row["tensors"]}
+    share = zeros["h.0.relu2", "activation"]
+    assert 0.3 < share < 0.7 and zeros["h.0.mlp.c_fc", "gradient"] == share and zeros["h.0.mlp.c_fc", "activation"] == 0
+    capsys.readouterr()
+    assert main(["plot", str(tmp_path / "sparse"), "--exponent-stats"]) == 0
+    table = capsys.readouterr().out
+    assert "   max  zeros   e4m3   e5m2" in table and f"{share:6.1%}" in next(x for x in table.splitlines() if "h.0.relu2" in x)
