@@ -200,7 +200,7 @@ def test_ranges_are_a_table_numbers_or_a_picture(watched, tmp_path, capsys, refu
     capsys.readouterr()
     assert main(["plot", str(watched), "--exponent-stats"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["activation,", "step", "3", "rms", "max", "e4m3", "e5m2", "2^-48", "2^20"]
+    assert lines[0].split() == ["activation,", "step", "3", "rms", "max", "zeros", "e4m3", "e5m2", "2^-48", "2^20"]
     (ln,) = [line.split() for line in lines if line.startswith("h.0.ln_1")][:1]
     assert 0.9 < float(ln[1]) < 1.1 and not any("bias" in line for line in lines)
     assert main(["plot", str(watched), "--exponent-stats", "--json"]) == 0
