@@ -325,7 +325,25 @@ def test_other_rates_are_those_of_python_too(tmp_path, made, options, monkeypatc
     assert [(found[0] / name).read_bytes() for name in FILES] == [(found[1] / name).read_bytes() for name in FILES]
 
 
-@pytest.mark.parametrize("dtype, options", [("bf16", ("--optim.moments", "16bit")), ("fp16", ())])
+@pytest.mark.parametrize(
+    "dtype, options",
+    [
+        ("bf16", ("--optim.moments", "16bit")),
+        ("fp16", ()),
+        ("fp16", ("--train.branch_scales", "true")),
+        (
+            "bf16",
+            (
+                "--train.matmul_formats",
+                "e4m3,e4m3,e5m2",
+                "--train.exponent_bias",
+                "learned",
+                "--train.stochastic_rounding",
+                "gradients,weights",
+            ),
+        ),
+    ],
+)
 @pytest.mark.extended
 def test_every_format_of_weights_and_moments_is_kept(made, dtype, options):
     more = [*SIZES, *MUON, "--dtype", dtype, "--model.layers", "1", "--steps", "3", "--train.checkpoint_every", "2", *options]
@@ -497,8 +515,9 @@ REFUSED = {
     "minutes", "signal_grace_period", "exponent_stats", "hellaswag", "track", "init_from", "eval_from", "eval_seq", "epochs",
     "overfit", "early_stopping", "keep_best",
 }  # fmt: skip
-NOT_HERE = {"hellaswag_every", "gemm_backend", "tf32"}  # they say nothing without train.hellaswag, and on a CPU
+NOT_HERE = {"hellaswag_every", "gemm_backend", "tf32", "branch_scales"}  # without train.hellaswag, on a CPU, and but in fp16
 OTHER = {"dtype": "bf16", "recompute": True, "micro_batch_size": 3, "seq": 8, "batch_rampup_from": 2, "batch_rampup_tokens": 400}
+OTHER |= {"matmul_formats": "e4m3", "exponent_bias": "floating", "stochastic_rounding": "gradients"}
 
 
 def image_of(config) -> str:
@@ -521,6 +540,7 @@ def test_no_key_of_training_is_lost():
         batch_rampup_tokens=300,
         gradient_accumulation_steps=3,
         dtype="fp32",
+        matmul_formats="e5m2",
         minutes=0.0,
     )
     config = replace(preset, model=model, train=train)
