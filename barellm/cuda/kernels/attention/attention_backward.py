@@ -225,7 +225,7 @@ def add_dq_of_keys(
         query, key_position = m0 + tl.arange(0, BM)[:, None], n0 + tl.arange(0, BN)[None, :]
         p = apply_mask(p, query, key_position, count, MASK, 0.0)
         if first_key is not None:
-            p = tl.where(first_key[:, None] <= key_position, p, 0.0)
+            p = tl.where(first_key[:, None] <= n0 + tl.arange(0, BN)[None, :], p, 0.0)  # key_position gives sm_80 other code
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         if DROPOUT[0] > 0:
             dp = tl.where(dropout_mask(key, head, m0, n0, H, BM, BN, DROPOUT[0]), dp * DROPOUT[1], 0.0)
