@@ -24,7 +24,7 @@ def store_halves(k, p, lanes, index, mask, *, high: bool) -> None:
     if len(lanes) == 2:
         halves = f"<{2 * k.lanes} x i16>"
         a, b = (k.bitcast(v, halves) for v in lanes)
-        both = k.shuffle(a, b, [2 * j + high for j in range(2 * k.lanes)])
+        both = k.shuffle(a, b, [2 * j + high for j in range(2 * k.lanes)])  # little-endian: an i32's upper half is its odd i16
         k.line(f"store {both.typed}, ptr {p.at(index).ref}, align 2")
         return
     for j, v in enumerate(lanes):
@@ -42,7 +42,8 @@ class Weight:
     bf16: bool = False
 
     def load(self, index=0, mask=None) -> Value:
-        """Load the vector at `index` as fp32 lanes: the fp32 array or plane, or both 16-bit planes joined."""
+        """Load the vector at `index` as fp32 lanes: the fp32 array or plane, or both 16-bit planes joined. `index`: element,
+        `mask`: None or i1 lanes. hi is zero-extended, a signed lo sign-extended, so a carry or borrow restores the bits."""
         if self.lo is None:
             return self.p.load(index, mask)
         if self.lo.dtype == "fp32":
@@ -57,10 +58,12 @@ class Weight:
         self.store_all([value], index, mask)
 
     def store_all(self, values, index, mask) -> None:
-        """Store one or two adjacent vectors of fp32 lanes from element `index` on, in all planes; a mask only with one vector."""
+        """Store `values`, one vector or two adjacent ones of fp32 lanes, from element `index` on, in all planes; `mask` (None or i1
+        lanes) only with one vector. An fp32 or fp16 plane takes the value, rounded to its dtype; i16 and u16 planes halves of its
+        bits."""
         k = self.k
         if self.bf16:
-            values = [k.widen16(k.round_bf16(value), "bf16") for value in values]
+            values = [k.widen16(k.round_bf16(value), "bf16") for value in values]  # rounded, and fp32 again
         if self.lo is None or self.lo.dtype == "fp32":
             for plane in (self.p, self.lo):
                 for j, value in enumerate(values):
@@ -68,7 +71,7 @@ class Weight:
                         plane.store(value, k.lanes * j + index, mask)
             return
         bits = [k.bitcast(value, k.ivec) for value in values]
-        # A signed lo is the rest to the nearest hi: half of hi's last bit is added before the cut.
+        # A signed lo is the rest to the nearest hi: half of the last bit of hi (bit 16), 0x8000, is added before the cut.
         rounded = bits if self.lo.dtype == "u16" else [b + 0x8000 for b in bits]
         store_halves(k, self.p, rounded, index, mask, high=True)
         store_halves(k, self.lo, bits, index, mask, high=False)
@@ -112,20 +115,21 @@ class Moment:
 
     def _code(self, value, dither) -> Value:
         """The code of each lane as `moments.encode` defines it, in the lane's high half, where fp32's sign bit is. Magnitudes below
-        the smallest code's (f.least) become 0, or with `dither` the smallest, by chance in proportion to their size."""
+        the smallest code's (f.least) become 0, or with `dither` the smallest, by chance in proportion to their size. A code is
+        fp32's bits, less REBIAS (the difference of the exponents' biases), without the last f.shift bits of the mantissa."""
         k, f = self.k, moments.FORMATS[self.dtype]
-        magnitude = k.min_magnitude(value, f.most)
+        magnitude = k.min_magnitude(value, f.most)  # i32 bits of |value|, at most the largest code's
         inside = magnitude >= f.least
         code = magnitude - moments.REBIAS
         if dither is None:
-            code = k.select(inside, code + (1 << (f.shift - 1)), 0)
+            code = k.select(inside, code + (1 << (f.shift - 1)), 0)  # half of a code's last bit: to nearest
         else:
             undithered = k.var(code)
             with k.otherwise(k.all(inside)):  # rarely: below 1e-18
                 undithered.value = k.select(inside, code, k.to(k.bitcast(magnitude, k.vec) * f.per_least, k.ivec))
             code = undithered.value + dither
-            inside = code >= 1 << f.shift
-        code = code << (16 - f.shift)
+            inside = code >= 1 << f.shift  # the code is not 0: its sign counts
+        code = code << (16 - f.shift)  # to the high half
         if not f.signed:
             return code
         return k.select(inside, k.bitcast(k.copysign(k.bitcast(code, k.vec), value), k.ivec), 0)

@@ -54,8 +54,9 @@ def select_blocking(isa: ISA, geometry: ConvGeometry, *, gradient: bool) -> Bloc
     """Register tiles whose sums (of the filters' `gradient`: vectors of dy) fit into the registers; blocks whose lines fit L1."""
     P, Q = geometry.output_size
     columns = Q if Q <= MAX_COLUMNS else MAX_COLUMNS
-    max_tile_m = 4 if gradient or isa.registers < 32 else 8
+    max_tile_m = 4 if gradient or isa.registers < 32 else 8  # lines of a register tile
     tile_m = ceil_div(P, ceil_div(P, max_tile_m))
+    # Bytes of x that an output line adds.
     line = 4 * geometry.pitch(columns, isa.lanes) * min(geometry.stride[0], window_height(geometry))
     tiles = min(max(1, LINE_BYTES // (line * tile_m)), ceil_div(P, tile_m))
     return Blocking(ceil_div(ceil_div(P, tile_m), ceil_div(ceil_div(P, tile_m), tiles)) * tile_m, columns, tile_m)
@@ -70,6 +71,8 @@ class LineBlock:
     """Some output lines of one channel of one image: the input lines that they see in scratch, and their register tiles."""
 
     def __init__(self, k, x, geometry: ConvGeometry, blocking: Blocking) -> None:
+        """x (N, groups, H, W) is read. Scratch: `lines`, the block's input lines, and behind them `sums`, vectors of fp32. An image
+        plane has `line_blocks` x `column_blocks` blocks."""
         self.k, self.geometry, self.blocking = k, geometry, blocking
         self.lines = LineBuffer(k, geometry, x, k.thread_scratch(), blocking.columns)
         self.sums = self.lines.at.at(blocking.input_lines(geometry) * self.lines.pitch)
@@ -78,7 +81,8 @@ class LineBlock:
         )
 
     def load_lines(self, plane, number) -> None:
-        """Load block `number` of the image's channel `plane`."""
+        """Load block `number` of the image's channel `plane`. `plane`: counted over images and channels. Sets the block's first
+        output pixel (`line`, `column`), and `num_lines` x `columns` that exist."""
         k, b, (P, Q), (H, W) = self.k, self.blocking, self.geometry.output_size, self.geometry.input_size
         self.line = number // self.column_blocks * b.lines
         column = number % self.column_blocks * b.columns if self.column_blocks > 1 else 0
@@ -93,6 +97,7 @@ class LineBlock:
         are an int where they are known: a full vector, or the line's tail."""
         k, tile_m = self.k, self.blocking.tile_m
         full_lines, full_columns = self.num_lines - self.num_lines % tile_m, self.columns & -k.lanes
+        # (first line, last, lines of a tile).
         kinds = ((k.int(0), full_lines, tile_m), (full_lines, self.num_lines, 1))[: 1 if tile_m == 1 else 2]
         for begin, end, lines in kinds:
             with k.loop(begin, end, lines) as line:
@@ -110,7 +115,7 @@ class LineBlock:
         the tap) that read it. The tile: `lines` output lines from `line` on, pixels from j on; the taps: filter rows `rows` x
         `columns`. `rows` may be one row that is known at run time only."""
         geometry, stride = self.geometry, self.geometry.stride[0]
-        offsets = [row - min(geometry.row_offsets) for row in geometry.row_offsets]
+        offsets = [row - min(geometry.row_offsets) for row in geometry.row_offsets]  # of filter rows, in lines of the buffer
         if isinstance(rows, Value):
             step = offsets[1] - offsets[0] if len(offsets) > 1 else 0
             for t in range(lines):
@@ -118,7 +123,7 @@ class LineBlock:
                 for i, s in enumerate(columns):
                     yield self.lines.tap(at, s, j), [(t, i)]
             return
-        readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        readers: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (line, filter column) -> who reads it
         for i, (r, s) in enumerate((r, s) for r in rows for s in columns):
             for t in range(lines):
                 readers.setdefault((t * stride + offsets[r], s), []).append((t, i))
@@ -133,16 +138,16 @@ def conv_depthwise(k, out, a, x, *, images: Images, geometry: ConvGeometry, targ
     adjacent unless the convolution is one phase of a strided one's gradient."""
     groups, rows = geometry.groups, geometry.rows
     R, S = range(len(geometry.row_offsets)), range(len(geometry.column_offsets))
-    block = LineBlock(k, x, geometry, blocking)
+    block = LineBlock(k, x, geometry, blocking)  # its scratch, for one item at a time
     blocks = block.line_blocks * block.column_blocks
-    work = blocking.lines * round_up(blocking.columns, k.lanes) * geometry.taps * rows
+    work = blocking.lines * round_up(blocking.columns, k.lanes) * geometry.taps * rows  # multiply-adds of a block
     unrolled = geometry.taps * blocking.tile_m <= MAX_UNROLLED
     with k.parallel_range(k.num_elements(*images) * (groups * blocks), max(1, GRAIN // work)) as items, k.loop(*items) as item:
         plane = item // blocks
         block.load_lines(plane, item % blocks)
         with k.loop(0, rows) as filter_:
-            src = a.at((plane % groups * rows + filter_) * geometry.taps)
-            dst = out.at((plane * rows + filter_) * (target.size[0] * target.size[1]))
+            src = a.at((plane % groups * rows + filter_) * geometry.taps)  # the filter's taps
+            dst = out.at((plane * rows + filter_) * (target.size[0] * target.size[1]))  # and its image plane
             factors = [k.splat(src.get(i)) for i in range(geometry.taps)] if unrolled else []
             for line, lines, j, wide in block.tiles():
                 mask = None if wide == k.lanes else k.mask_first(wide)
@@ -164,7 +169,8 @@ def conv_depthwise(k, out, a, x, *, images: Images, geometry: ConvGeometry, targ
 def store_outputs(k, block: LineBlock, dst, outputs: Var, row, column, wide, mask, target: OutputMap, mode: str) -> None:
     """The epilogue of a line of a register tile: `outputs`, a vector of pixels from (row, column) of the output on, stored or added
     (`mode`) to dst, an image plane of out. Adjacent outputs are a vector, of which `wide` pixels exist (`mask`; None: all). Those
-    of a strided `target` are stored one by one; a `wide` known at run time only, through scratch."""
+    of a strided `target` are stored one by one; a `wide` known at run time only, through scratch. `block.sums` in scratch is
+    overwritten."""
     Q = block.geometry.output_size[1]
     if target == OutputMap(block.geometry.output_size):
         dst.store(accumulate(k, dst, row * Q + column, mask, outputs.value, mode), row * Q + column, mask)
@@ -184,7 +190,7 @@ def add_filter_gradient(k, block: LineBlock, src, sums, rows: range | Value, col
     sums are in registers: dy times the pixels that each tap sees, lane by lane. `src`: the image plane of dy."""
     Q = block.geometry.output_size[1]
     count = len(columns) * (1 if isinstance(rows, Value) else len(rows))
-    acc = [k.var(sums.load(i * k.lanes)) for i in range(count)]
+    acc = [k.var(sums.load(i * k.lanes)) for i in range(count)]  # [filter row][filter column] vectors
     for line, lines, j, wide in block.tiles():
         mask = None if wide == k.lanes else k.mask_first(wide)
         dy = [src.load((block.line + line + t) * Q + block.column + j, mask) for t in range(lines)]

@@ -54,7 +54,7 @@ def _multiply_constant(k, x: Complex, c: float, s: float) -> Complex:
 
 def fft(k, x: list[Complex], sign: int) -> list[Complex]:
     """The DFT of a list of n complex vectors, lane by lane: the sum over j of x[j] exp(sign 2 pi i j f / n) for each f. Radix-2
-    decimation in time (Cooley and Tukey 1965), unrolled."""
+    decimation in time (Cooley and Tukey 1965), unrolled. Each is (re, im); an im of None is zero, and costs nothing."""
     n = len(x)
     if n == 1:
         return x
@@ -85,8 +85,9 @@ def store_half(k, dst, row) -> None:
 
 def frequencies(k, rows, F: int, count: int) -> Iterator[tuple[Value, Value, Value]]:
     """The second half of a 2-D transform: (frequency, re, im) of each output of the forward transforms of the columns of `rows` (F,
-    F / 2 + 1, re and im), whose rows behind the first `count` are zero and not in memory. A loop as those of loops.py."""
-    pitch, zero = 2 * half(F) * k.lanes, k.to(0.0, k.vec)
+    F / 2 + 1, re and im), whose rows behind the first `count` are zero and not in memory. A loop as those of loops.py. A yielded
+    frequency i half(F) + j is a Value: j is the loop's."""
+    pitch, zero = 2 * half(F) * k.lanes, k.to(0.0, k.vec)  # elements from a row of `rows` to the next
     with k.loop(0, half(F)) as column:
         at = rows.at(column * (2 * k.lanes))
         x: list[Complex] = [(at.load(i * pitch), at.load(i * pitch + k.lanes)) for i in range(count)]
@@ -100,13 +101,15 @@ def fft_filters(k, u, w, *, count: int, rows: int, depth: int, step: int, row_st
         S: int) -> None:  # fmt: skip
     """The kernel of the filter transform: u (planes, count rows, depth) fp32 = the forward transforms of filters R x S of `count`
     groups, as Gauss's c, d - c and c + d of the conjugates: planes Re, -Im - Re and Re - Im. Filter (group, row, depth) begins at
-    element group rows depth R S + row row_step + depth step of w; `flip`: it is read from its end."""
-    size, blocks, buffer = count * rows * depth, ceil_div(depth, k.lanes), k.thread_scratch()
+    element group rows depth R S + row row_step + depth step of w; `flip`: it is read from its end. Scratch `buffer`: the R rows'
+    transforms, [R][half(F)][re, im] vectors."""
+    size, blocks, buffer = count * rows * depth, ceil_div(depth, k.lanes), k.thread_scratch()  # of a plane of u; vectors of a depth
     pitch = 2 * half(F) * k.lanes
+    # Offset of each tap in its filter.
     taps = [[(R - 1 - r) * S + S - 1 - s if flip else r * S + s for s in range(S)] for r in range(R)]
     zero = k.to(0.0, k.vec)
     with k.parallel_for(count * rows * blocks) as item:
-        line, first = item // blocks, item % blocks * k.lanes
+        line, first = item // blocks, item % blocks * k.lanes  # (group, row), first depth of the vector
         mask = k.mask_first(k.int(depth) - first) if depth % k.lanes else None
         src = w.at(line // rows * (rows * depth * R * S) + line % rows * row_step + first * step)
         for r in range(R):
@@ -136,11 +139,11 @@ def fft_input(k, v, x, first, limit, *, images: Images, geometry: ConvGeometry, 
     (wgrad: dy), those that `fft_filters` makes. A tile that `geometry` sees is n x n pixels, n <= F, zero-padded to F x F; tiles
     that do not exist are zero."""
     C, planes, n = geometry.channels, 3 * F * half(F), len(geometry.row_offsets)
-    buffer = k.thread_scratch().bytes(conv_tiled.panel_bytes(k.isa, geometry, tile_n, RUN))
+    buffer = k.thread_scratch().bytes(conv_tiled.panel_bytes(k.isa, geometry, tile_n, RUN))  # behind the panel of `for_each_block`
     sizes = {"images": images, "geometry": geometry, "tile_n": tile_n, "most": RUN}
     with conv_tiled.for_each_block(k, x, first, limit, **sizes) as r, k.loop(0, tile_n, k.lanes) as lanes:
         dst = v.at((((r.begin + r.block) * geometry.groups + r.group) * planes * C + r.channel) * tile_n + lanes)
-        at = r.panel.at.at(r.skip + r.block * tile_n + lanes)
+        at = r.panel.at.at(r.skip + r.block * tile_n + lanes)  # pixel (0, 0) of these tiles; a pixel more is r.panel.pitch on
         with k.loop(0, n) as i:
             row = [at.load((i * n + j) * r.panel.pitch) for j in range(n)] + [k.to(0.0, k.vec)] * (F - n)
             store_half(k, buffer.at(i * (2 * half(F) * k.lanes)), row)
@@ -153,11 +156,12 @@ def fft_gemm(k, y, u, v, first, limit, *, images: Images, conv: TiledConv, F: in
     """The kernel: y (N, groups rows, H, W), of the tiles in blocks [first, first + limit) = the inverse transform of the products
     of the planes u (`fft_filters`) and v (`fft_input`). The epilogue of the batched GEMM is the inverse transform: of the columns,
     to `buffer` [m][half(F)][re, im]; then of each row, whose missing half are conjugates; the first m x m pixels are outputs."""
+    # Outputs of a side, positions, tiles of a work item.
     m, planes, width = conv.m, 3 * F * half(F), conv.group * conv.tile.nr(k.isa)
-    products = k.thread_scratch()
+    products = k.thread_scratch()  # [plane][filter][tile] fp32 of a work item
     buffer = products.bytes(4 * planes * conv.filters * width)
     pitch = 2 * half(F) * k.lanes
-    output_row = buffer.bytes(4 * m * pitch)
+    output_row = buffer.bytes(4 * m * pitch)  # [m][lanes], behind it
     plane_stride = conv.filters * width
 
     def inverse_transform(src, tile, num_tiles, channel) -> None:
@@ -166,7 +170,7 @@ def fft_gemm(k, y, u, v, first, limit, *, images: Images, conv: TiledConv, F: in
         with k.loop(0, m) as i:
             x = load_hermitian(k, buffer.at(i * pitch), F)
             for j, (re, _) in enumerate(fft(k, x, 1)[:m]):
-                output_row.store(re * (1.0 / (F * F)), j * k.lanes)
+                output_row.store(re * (1.0 / (F * F)), j * k.lanes)  # the inverse of a DFT of F x F
             store_tile_rows(k, y, output_row, tile, num_tiles, channel, conv, i, mode)
 
     conv_tiled.batched_gemm(k, u, v, first, limit, products, inverse_transform, images=images, conv=conv, positions=planes)
@@ -193,7 +197,7 @@ def store_tile_rows(k, y, line, tile, num_tiles, channel, conv: TiledConv, i, mo
     m, (H, W), (TH, TW) = conv.m, conv.size, conv.geometry.output_size
     with k.loop(0, num_tiles) as lane:
         t = tile + lane
-        image, ty, tx = t // (TH * TW), t % (TH * TW) // TW * m + i, t % TW * m
+        image, ty, tx = t // (TH * TW), t % (TH * TW) // TW * m + i, t % TW * m  # image, row and first column of the outputs
         dst = y.at(((image * (conv.geometry.groups * conv.geometry.rows) + channel) * H + ty) * W + tx)
         with k.loop(0, k.select(ty < H, k.min(W - tx, m), 0)) as j:
             accumulate_scalar(k, dst, j, line.get(j * k.lanes + lane), mode)
@@ -243,11 +247,11 @@ def fft_is_faster(isa: ISA, result: str, geometry: ConvGeometry, images: int) ->
     F = fft_size(R, S)
     m, C, rows = F + 1 - max(R, S), geometry.channels, geometry.rows
     tile_n = conv_tiled.gemm_tile(isa).nr(isa)
-    count = images * ceil_div(geometry.output_size[0], m) * ceil_div(geometry.output_size[1], m)
-    matmul = 3 * F * half(F) * rows * C * round_up(count, tile_n)
+    count = images * ceil_div(geometry.output_size[0], m) * ceil_div(geometry.output_size[1], m)  # tiles
+    matmul = 3 * F * half(F) * rows * C * round_up(count, tile_n)  # multiply-adds of the GEMMs
     per_matmul, per_tile, per_filter = COSTS[result]
     work = per_matmul * matmul + per_tile * count * (C + rows) * F * F + per_filter * rows * C * F * F
-    direct = R * S * images * geometry.output_size[0] * geometry.output_size[1] * rows * C
+    direct = R * S * images * geometry.output_size[0] * geometry.output_size[1] * rows * C  # those of the direct convolution
     return 1.1 * work < direct and 12 * F * half(F) * geometry.groups * rows * C <= MAX_FILTER_BYTES
 
 

@@ -55,21 +55,21 @@ class FilterPacking:
 def pack_filters(k, a, w, *, packing: FilterPacking) -> None:
     """The kernel: a = the filters w in VNNI layout (`FilterPacking`). A work item is a chunk of channels of a vector of filters: it
     is transposed into scratch, [channel][pair of taps][filter], where channels behind the last are zero; then, of a tap, the rows
-    of two adjacent channels are interleaved to pairs."""
+    of two adjacent channels are interleaved to pairs. w: fp32 or bf16, as `FilterPacking` says."""
     f, lanes = packing, k.lanes
-    vectors = ceil_div(f.columns, f.tile_n) * (f.tile_n // lanes)
+    vectors = ceil_div(f.columns, f.tile_n) * (f.tile_n // lanes)  # of `lanes` filters, of a group
     buffer = k.thread_scratch("i32")
     with k.parallel_for(f.groups * vectors * f.chunks) as item:
         chunk, rest = item % f.chunks, item // f.chunks
         vector, group = rest % vectors, rest // vectors
-        first, channel = vector * lanes, chunk * (2 * f.pairs)
-        count = k.min(k.int(f.channels) - channel, 2 * f.pairs)
+        first, channel = vector * lanes, chunk * (2 * f.pairs)  # first filter, first channel of the item
+        count = k.min(k.int(f.channels) - channel, 2 * f.pairs)  # channels of the chunk that exist
         with k.loop(count * f.pitch // 2, f.pairs * f.pitch) as i:
             buffer.store_raw(0, i * lanes)
         _transpose_chunk(k, f, buffer, w, group, first, channel, count)
         block = vector // (f.tile_n // lanes)
         begin = (group * ceil_div(f.columns, f.tile_n) + block) * f.block_nbytes + chunk * (len(f.taps) * f.step_nbytes)
-        dst = a.as_dtype("i32").bytes(begin).at(vector % (f.tile_n // lanes) * lanes)
+        dst = a.as_dtype("i32").bytes(begin).at(vector % (f.tile_n // lanes) * lanes)  # this vector's columns of the block
         with k.loop(0, f.pairs) as pair:
             src = buffer.at(pair * (f.pitch * lanes))
             for t, tap in enumerate(f.taps):
@@ -83,10 +83,10 @@ def pack_filters(k, a, w, *, packing: FilterPacking) -> None:
 def _transpose_chunk(k, f: FilterPacking, buffer, w, group, first, channel, count) -> None:
     """buffer [channel of the chunk][pair of taps][filter] bf16 = the transpose of `count` channels, from `channel` on, of `lanes`
     filters (output channels), from `first` on, of a group of w. Filters behind the last one are read as the last one."""
-    columns = [k.min(first + i, f.columns - 1) for i in range(k.lanes)]
+    columns = [k.min(first + i, f.columns - 1) for i in range(k.lanes)]  # the filter that each lane has
     if not f.transposed:
         rows = [w.at(((group * f.columns + c) * f.channels + channel) * f.size) for c in columns]
-        total = count * f.size
+        total = count * f.size  # the channels' taps are adjacent
         full = total - total % (2 * k.lanes)
         with k.loop(0, full, 2 * k.lanes) as e:
             _transpose_square(k, buffer.at(e * (k.lanes // 2)), [p.at(e) for p in rows])
@@ -108,7 +108,7 @@ def _transpose_square(k, dst, rows, count=None) -> None:
     """dst (pairs of adjacent taps, lanes) = the first 2 `lanes` taps of each of the `lanes` rows, transposed; of only `count` taps,
     padded with zeros. Pairs behind the last tap are overwritten later or not read."""
     lanes = k.lanes
-    masks = [None if count is None else k.mask_first(count - i) for i in (0, lanes)]
+    masks = [None if count is None else k.mask_first(count - i) for i in (0, lanes)]  # of the first and the second vector of taps
     pairs = [k.concat([_as_bf16(k, p.at(i), mask) for i, mask in zip((0, lanes), masks, strict=True)]) for p in rows]
     for i, v in enumerate(transpose(k, [k.bitcast(v, k.ivec) for v in pairs])):
         dst.store_raw(v, i * lanes)

@@ -49,8 +49,8 @@ def select_blocking(isa: ISA, geometry: ConvGeometry, images: int, threads: int)
     """The register tile and the lines of a work item with the least estimated time, for so many images and threads."""
     rows, groups = geometry.rows, geometry.groups
     P, Q = geometry.output_size
-    total = images * P
-    channels = max(1, min(geometry.channels, KC // max(geometry.taps, 1)))
+    total = images * P  # lines
+    channels = max(1, min(geometry.channels, KC // max(geometry.taps, 1)))  # of a K block
     channels = ceil_div(geometry.channels, ceil_div(geometry.channels, channels))
 
     def candidate(tile: Tile, lines: int) -> Blocking:
@@ -66,6 +66,7 @@ def select_blocking(isa: ISA, geometry: ConvGeometry, images: int, threads: int)
         tile_n = b.tile.nr(isa)
         pixels = b.lines * b.columns
         last = total % b.lines * b.columns
+        # Of all items; the last one's lines are fewer.
         pixel_tiles = total // b.lines * b.column_blocks * ceil_div(pixels, tile_n) + ceil_div(last, tile_n)
         padded_rows = ceil_div(rows, b.tile.mr) * b.tile.mr
         items = ceil_div(total, b.lines) * b.column_blocks * groups * b.splits
@@ -91,6 +92,8 @@ class ScratchLayout:
     """Offsets in a thread's scratch, in bytes, and its size."""
 
     def __init__(self, isa: ISA, geometry: ConvGeometry, blocking: Blocking) -> None:
+        """In this order: the lines of `Im2colTiles`; `sums` of the item's rows x pixels, if there are several K blocks; `spill`, a
+        tile [mr][tile_n]; `im2col`, a tile's columns [depth of a K block][tile_n]; all fp32."""
         pitch = blocking.pitch(isa)
         rows_of_split = ceil_div(ceil_div(geometry.rows, blocking.tile.mr), blocking.splits) * blocking.tile.mr
         k_blocks = ceil_div(geometry.channels, blocking.channels)
@@ -126,9 +129,9 @@ class ImplicitGemm:
         """The parallel loop over work items, and the loop over K blocks of channels: load their input lines, multiply."""
         k, b, (P, Q) = self.k, self.blocking, self.geometry.output_size
         total, channels, tile = self.images * P, self.geometry.channels, b.tile
-        row_tiles = ceil_div(self.rows, tile.mr)
+        row_tiles = ceil_div(self.rows, tile.mr)  # splits are whole tiles of rows
         with k.parallel_for(k.ceil_div(total, b.lines) * (b.column_blocks * self.groups * b.splits)) as item:
-            split, rest = item % b.splits, item // b.splits
+            split, rest = item % b.splits, item // b.splits  # part of the output channels
             column_block, rest = rest % b.column_blocks, rest // b.column_blocks
             self.group, self.first_line = rest % self.groups, rest // self.groups * b.lines
             self.num_lines = k.min(total - self.first_line, b.lines)
@@ -163,7 +166,7 @@ class ImplicitGemm:
         `sums`, where the tile is contiguous, [tile.mr][tile_n] fp32: a row of tiles takes pitch * mr elements."""
         k = self.k
         partial = self.sums.at((row - self.first_row) * self.pitch + j * self.blocking.tile.mr)
-        sums = [partial.at(r * self.tile_n) for r in range(tile.mr)]
+        sums = [partial.at(r * self.tile_n) for r in range(tile.mr)]  # where the tile's rows wait
         a = self.a.at((self.group * self.rows + row) * self.depth + self.channel * self.geometry.taps)
         load_a, _ = broadcast_a(k, a, list(range(tile.mr)), False, depth=self.depth, stride=self.depth)
         values = microkernel(k, tile, load_a, self.tile_columns, self.num_channels * self.geometry.taps, False)
@@ -190,8 +193,8 @@ class ImplicitGemm:
         if not self.dense:
             self._store_pixels(row, j, values)
             return
-        flat = self.first_line * Q + self.first_column + j
-        n, at = flat // (P * Q), flat % (P * Q)
+        flat = self.first_line * Q + self.first_column + j  # the first pixel, counted over all images
+        n, at = flat // (P * Q), flat % (P * Q)  # image, pixel in it
         fits = (at + self.tile_n <= P * Q) & (j + self.tile_n <= self.pixels)
         with k.when(fits):
             dst = (n * self.groups + self.group) * (self.rows * P * Q) + at
@@ -210,8 +213,8 @@ class ImplicitGemm:
         with k.loop(0, k.min(self.pixels - j, self.tile_n)) as pixel:
             line = self.first_line + (j + pixel) // self.blocking.columns
             column = self.first_column + (j + pixel) % self.blocking.columns
-            y, x = line % P * t.stride[0] + t.offset[0], column * t.stride[1] + t.offset[1]
-            image = (line // P * self.groups + self.group) * self.rows + row
+            y, x = line % P * t.stride[0] + t.offset[0], column * t.stride[1] + t.offset[1]  # where `target` puts it
+            image = (line // P * self.groups + self.group) * self.rows + row  # image plane of channel `row`
             at = image * (t.size[0] * t.size[1]) + y * t.size[1] + x
             for r in range(len(values)):
                 dst = self.out.at(at + r * (t.size[0] * t.size[1]))

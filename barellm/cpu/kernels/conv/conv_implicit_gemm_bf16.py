@@ -54,7 +54,7 @@ def select_blocking(isa: ISA, tile: Tile, use_amx: bool, geometry: im2col.ConvGe
     """Work items as large as L2 allows, and as many as keep `threads` evenly busy on `images` images, by estimated cycles."""
     (P, _), columns, groups = geometry.output_size, geometry.rows, geometry.groups
     tile_n = tile.nr(isa)
-    pairs = isa.lanes
+    pairs = isa.lanes  # of channels of a chunk: a vector of VNNI pairs
     if not use_amx:
         pairs = ceil_div(geometry.channels, 2 * ceil_div(geometry.channels, 2 * isa.lanes))
     chunks = ceil_div(geometry.channels, 2 * pairs)
@@ -62,7 +62,7 @@ def select_blocking(isa: ISA, tile: Tile, use_amx: bool, geometry: im2col.ConvGe
     chunks_per_block = ceil_div(chunks, ceil_div(chunks, chunks_per_block))
     pitch, column_tiles = conv_polyphase.PolyphaseLayout(geometry, P, 1).pitch, ceil_div(columns, tile_n)
     max_lines = max(1, min(P, MAX_POSITIONS // pitch))
-    depth = chunks * 2 * pairs
+    depth = chunks * 2 * pairs  # input channels, padded
 
     def cost(b: Blocking) -> float:
         layout = b.layout(geometry)
@@ -97,15 +97,16 @@ class ScratchLayout:
         """In this order: polyphase planes, packed panels [image][chunk], sums [column block][image], the tables `shifts`,
         `pixel_sums` and `pixel_targets` of 8-byte entries (`_make_tables`), and `spill`; the last two only if not `dense`."""
         layout = b.layout(geometry)
-        self.panel = round_up(layout.nbytes(isa, 2 * b.pairs, pack_height(layout)), 64)
+        self.panel = round_up(layout.nbytes(isa, 2 * b.pairs, pack_height(layout)), 64)  # behind the planes of a chunk
         self.chunk = 4 * isa.lanes * layout.padded_size(isa.lanes)  # bytes of a chunk's panel
+        # Room for the last panel's unused vectors.
         self.sums = self.panel + b.images * b.chunks * self.chunk + 4 * isa.lanes * isa.lanes
         tile_n = b.tile.nr(isa)
         self.image = 4 * tile_n * layout.positions  # bytes of an image's sums for a block of columns
         self.k_blocks = ceil_div(ceil_div(geometry.channels, 2 * b.pairs), b.chunks)
         self.shifts = self.sums + b.columns // tile_n * b.images * self.image + 4 * tile_n * isa.lanes
         self.pixel_sums = self.shifts + round_up(8 * b.chunks * geometry.taps, 64)
-        pixels = round_up(b.lines * geometry.output_size[1], isa.lanes)
+        pixels = round_up(b.lines * geometry.output_size[1], isa.lanes)  # of an image of the work item
         self.pixel_targets = self.pixel_sums + 8 * pixels
         self.spill = round_up(self.pixel_targets + (0 if dense else 8 * pixels), 64)
         self.nbytes = self.spill + (0 if dense else 4 * isa.lanes * isa.lanes)
@@ -126,20 +127,21 @@ class ImplicitGemm:
         self.layout, at = blocking.layout(geometry), k.thread_scratch()
         self.scratch = ScratchLayout(k.isa, geometry, blocking, dense=self.dense)
         height = pack_height(self.layout)
+        # Planes of one chunk.
         self.input = conv_polyphase.PolyphaseBuffer(k, self.layout, x, at, channels=2 * blocking.pairs, height=height)
         s = self.scratch
         self.panel, self.sums, self.shifts, self.pixel_sums, self.pixel_targets, self.spill = (
             at.bytes(n) for n in (s.panel, s.sums, s.shifts, s.pixel_sums, s.pixel_targets, s.spill)
         )
         self.tile_n = blocking.tile.nr(k.isa)
-        self.chunks = ceil_div(geometry.channels, 2 * blocking.pairs)
+        self.chunks = ceil_div(geometry.channels, 2 * blocking.pairs)  # of a group's channels
 
     def run(self) -> None:
         """The parallel loop over work items (lines of images x output channels), and for each the loop over K blocks."""
         k, b, (P, _) = self.k, self.blocking, self.geometry.output_size
         self._make_tables()
         line_blocks, splits = ceil_div(P, b.lines), ceil_div(self.columns, b.columns)
-        blocks = k.ceil_div(self.images, b.images) * line_blocks
+        blocks = k.ceil_div(self.images, b.images) * line_blocks  # of lines of images
         items = blocks * (self.groups * splits)
         with amx.tile_registers(k, b.use_amx), k.parallel_for(items) as item:
             block, rest = item % blocks, item // blocks
@@ -172,7 +174,7 @@ class ImplicitGemm:
         chunks = k.min(k.int(self.chunks) - chunk, b.chunks) if self.chunks % b.chunks else k.int(b.chunks)
         with k.loop(0, self.num_images) as n, k.loop(0, chunks) as c:
             self._pack_chunk(n, c, chunk + c)
-        blocks = k.ceil_div(k.min(k.int(self.columns) - self.first_column, b.columns), self.tile_n)
+        blocks = k.ceil_div(k.min(k.int(self.columns) - self.first_column, b.columns), self.tile_n)  # of tile_n output channels
         # Filters lie as [group][column block][chunk][tap][pair][tile_n][2] (conv_filter_packing.py).
         chunk_bytes = self.geometry.taps * 4 * b.pairs * self.tile_n
         filter_bytes = self.chunks * chunk_bytes  # of a column block
@@ -208,6 +210,7 @@ class ImplicitGemm:
                     self.input.clear(dst.at((last - u) * layout.pitch), 0, layout.columns.reach)
                 dst = panel.at((u * layout.pitch + plane * layout.size) * lanes)
                 with k.loop(0, (last - u) * layout.pitch + layout.columns.reach, lanes) as p:
+                    # Channels of positions p, p + 1, ...
                     rows = [self.input.at.at(p + j * self.input.pitch).load_raw() for j in range(2 * pairs)]
                     vectors = [k.bitcast(k.interleave(a, b), k.ivec) for a, b in zip(rows[::2], rows[1::2], strict=True)]
                     vectors += vectors[:1] * (lanes - pairs)  # unused lanes
@@ -219,7 +222,7 @@ class ImplicitGemm:
         the old dst where `add_previous` (None: never). `panel`: packed positions; `filters`: [chunk][tap][pair][tile_n][2] bf16; a
         step is a tap of a chunk, whose byte offset in the panel is in `shifts`. `rows` positions are computed."""
         k, tile = self.k, self.blocking.tile
-        pitch = 4 * k.lanes
+        pitch = 4 * k.lanes  # bytes of a position's pairs
         shift = partial(self._table_entry, self.shifts)
         steps = chunks * self.geometry.taps
         if self.blocking.use_amx:
@@ -237,15 +240,15 @@ class ImplicitGemm:
         is stored in vectors of adjacent pixels, `lanes` columns at a time. The table `pixel_sums` has each pixel's position."""
         k, lanes, size = self.k, self.k.lanes, self.target.size[0] * self.target.size[1]
         (P, Q), t = self.geometry.output_size, self.target
-        pixels = k.min(k.int(P) - self.line, self.blocking.lines) * Q
+        pixels = k.min(k.int(P) - self.line, self.blocking.lines) * Q  # that exist
         last = k.min(column + self.tile_n, self.columns)
         with k.loop(column, last, lanes) as first:
             image = ((self.image + n) * self.groups + self.group) * self.columns + first
             row = self.line * t.stride[0] + t.offset[0]
             dst = self.out.at(image * size + row * t.size[1] + t.offset[1])
-            vector = sums.at(first - column)
+            vector = sums.at(first - column)  # of the first of these `lanes` columns
             vectors_end = pixels & -lanes
-            is_last = first + lanes > self.columns
+            is_last = first + lanes > self.columns  # fewer than `lanes` columns exist
             begin: Value | int = 0
             if self.dense and self.mode == "store" and self.out.dtype == "bf16" and self.columns % lanes == 0:
                 begin = pixels & -(2 * lanes)

@@ -56,7 +56,8 @@ class PolyphaseLayout:
         """The least number of positions from a line to the next at which all that two lines share is zero."""
         (phases, first, reach), Q, stride = self.columns, self.geometry.output_size[1], self.geometry.stride[1]
         for pitch in range(max(Q, self.min_pitch), Q + reach):
-            behind = (pitch + first) * stride + phases[0] >= self.geometry.input_size[1]
+            behind = (pitch + first) * stride + phases[0] >= self.geometry.input_size[1]  # what follows a line is outside the image
+            # And so is, before the next line, what a line's taps reach.
             before = (Q + reach - 1 - pitch + first) * stride + phases[-1] < 0
             if behind and before and not self.geometry.reflect:
                 return pitch
@@ -83,6 +84,7 @@ class PolyphaseLayout:
         found = []
         for row in self.geometry.row_offsets:
             for column in self.geometry.column_offsets:
+                # Shifts y, x in the plane of phases i, j.
                 (y, i), (x, j) = divmod(row, self.geometry.stride[0]), divmod(column, self.geometry.stride[1])
                 plane = phases.index((i, j)) * self.size
                 found.append(plane + (y - self.rows.first) * self.pitch + x - self.columns.first)
@@ -116,6 +118,8 @@ class PolyphaseBuffer:
     channel's; `pitch`: elements to the next channel's. A line of zeros before them stands for the rows outside the image."""
 
     def __init__(self, k, layout: PolyphaseLayout, x, scratch, *, channels: int, height: int | None = None) -> None:
+        """`x`: bf16 (N, groups channels, H, W); `scratch`: `layout.nbytes` bytes, for `channels` channels of all planes, or of
+        `height` lines of a plane (None: all lines). Writes the line of zeros."""
         self.k, self.layout, self.geometry, self.x, self.channels = k, layout, layout.geometry, x, channels
         self.zeros = scratch.as_dtype("bf16")
         nbytes = layout.zeros_nbytes(k.lanes)
@@ -124,7 +128,8 @@ class PolyphaseBuffer:
             self.zeros.store_raw(0, i)
 
     def seek(self, image, group, first, line) -> None:
-        """Select the channels from `first` of a group on, and the block of output lines from `line` on."""
+        """Select the channels from `first` of a group on, and the block of output lines from `line` on, which `pack` and
+        `pack_lines` read. `source`: the number of the first channel's plane in x."""
         self.first, self.line = first, line
         self.source = (image * self.geometry.groups + group) * self.geometry.channels + first
 
@@ -138,14 +143,17 @@ class PolyphaseBuffer:
                 self.clear(dst, layout.height * layout.pitch, layout.size)
 
     def pack_lines(self, j, dst, row_phase: int, column_phase: int, first, last) -> None:
-        """Pack lines [first, last) of a plane of channel j into dst [line][pitch]. Channels behind the last: zero."""
+        """Pack lines [first, last) of the plane (`row_phase`, `column_phase`) of channel `self.first` + j into dst, bf16
+        [line][pitch], in ascending order: what a line's last vector writes too far, up to `lanes` - 1 elements, the next line
+        overwrites, or the caller. Line u of a plane is input row (self.line + u + rows.first) stride + row_phase; rows outside the
+        image are read from the line of zeros, or reflected. Channels behind the group's last: zero."""
         k, layout, geometry, (H, W) = self.k, self.layout, self.geometry, self.geometry.input_size
         exists = self.first + j < self.geometry.channels
         plane = self.x.at((self.source + j) * (H * W))
         with k.loop(first, last) as u:
             row = (self.line + u + layout.rows.first) * geometry.stride[0] + row_phase
             if geometry.reflect:
-                row = k.max(k.min(reflect_index(k, row, H), H - 1), 0)
+                row = k.max(k.min(reflect_index(k, row, H), H - 1), 0)  # clamped: lines behind the last output may lie outside
             inside = exists & (row >= 0) & (row < H)
             source = k.op("ptr", f"select {inside.typed}, ptr {plane.at(row * W).ref}, ptr {self.zeros.ref}")
             self._pack_line(dst.at((u - first) * layout.pitch), Pointer(k, source.ref, "bf16"), column_phase)
@@ -156,8 +164,8 @@ class PolyphaseBuffer:
         k, layout, stride, W = self.k, self.layout, self.geometry.stride[1], self.geometry.input_size[1]
         first, pitch = layout.columns.first, layout.pitch
         inside = [v for v in range(pitch) if 0 <= (v + first) * stride + phase < W]
-        low, high = (inside[0], inside[-1] + 1) if inside else (pitch, pitch)
-        column = (low + first) * stride + phase
+        low, high = (inside[0], inside[-1] + 1) if inside else (pitch, pitch)  # positions whose pixels exist
+        column = (low + first) * stride + phase  # input column of the first of them
         self.clear(dst, 0, low)
         vectors = (high - low) // k.lanes
         for v in steps(k, 0, vectors * k.lanes, k.lanes, unrolled=vectors <= UNROLLED):
@@ -176,7 +184,8 @@ class PolyphaseBuffer:
                 k.line(f"store {bits.typed}, ptr {dst.at(v).ref}, align 2")
 
     def clear(self, dst, begin: int, end: int) -> None:
-        """Zero the elements [begin, end) of dst, in whole vectors."""
+        """Zero the elements [begin, end) of dst, in whole vectors, so up to `lanes` - 1 elements more: clear before what follows is
+        written."""
         lanes = self.k.lanes
         for v in steps(self.k, begin, end, lanes, unrolled=end - begin <= UNROLLED * lanes):
             dst.store_raw(0, v)
@@ -188,6 +197,7 @@ class PolyphaseBuffer:
         if stride == 1:
             return source.load_raw(column, None if count == k.lanes else k.mask_first(count))
         if stride in (2, 4):
+            # Pixels that each of `stride` loads may touch.
             counts = [max(0, min((count - 1) * stride + 1 - i * k.lanes, k.lanes)) for i in range(stride)]
             vectors = [
                 source.load_raw(source.k.int(column) + i * k.lanes, None if n == k.lanes else k.mask_first(n))

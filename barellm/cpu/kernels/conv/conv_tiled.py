@@ -62,7 +62,8 @@ class TileAlgorithm:
 @dataclass(frozen=True)
 class TiledConv:
     """A convolution over tiles of m x m outputs. `geometry` says which pixels each tile sees; of the tiles, its outputs, the last
-    may reach beyond the `size` of the result. A work item has `group` blocks of tiles and `filters` output channels."""
+    may reach beyond the `size` of the result. A work item has `group` blocks of tiles and `filters` output channels. `filters` is a
+    multiple of `tile`'s MR, and `tile`'s NR is the number of tiles in a block."""
 
     m: int
     geometry: ConvGeometry
@@ -97,21 +98,24 @@ class TileRun:
 
 @contextmanager
 def for_each_block(k, x, first, limit, *, images: Images, geometry: ConvGeometry, tile_n: int, most: int) -> Iterator[TileRun]:
-    """The parallel loop of an input transform over the blocks of tiles [first, first + limit) of x (N, groups channels, H, W): its
-    body is emitted once, for one block and one channel, whose pixels are packed as an Im2colPanel. A work item is CHUNK channels of
-    as many blocks as are complete rows of tiles, at most about `most` tiles."""
+    """The parallel loop of an input transform over blocks of `tile_n` tiles, numbers [first, first + limit) of all x's, x (N,
+    groups channels, H, W): its body is emitted once, for one block and one channel, whose pixels are packed as an Im2colPanel, at
+    the begin of the thread's scratch (`panel_bytes`), which the next channel overwrites. A work item is CHUNK channels of a group,
+    of as many blocks as are complete rows of tiles, at most about `most` tiles; its body may write what is its block's and
+    channel's only. `geometry`: of the tiles, whose outputs are (TH, TW) tiles of an image. Tiles behind the last of all have zeros
+    for pixels."""
     TW, groups = geometry.output_size[1], geometry.groups
-    run, lines, pitch = run_shape(geometry, tile_n, k.lanes, most)
+    run, lines, pitch = run_shape(geometry, tile_n, k.lanes, most)  # blocks of an item, its rows of tiles, elements of a depth
     panel = Im2colPanel(k, geometry, x, k.thread_scratch(), lines, TW, pitch)
-    total = k.num_elements(*images) * (geometry.output_size[0] * TW)
-    blocks = k.max(k.min(k.ceil_div(total, tile_n) - first, limit), 0)
+    total = k.num_elements(*images) * (geometry.output_size[0] * TW)  # tiles of all images
+    blocks = k.max(k.min(k.ceil_div(total, tile_n) - first, limit), 0)  # of this call that exist
     chunks = ceil_div(geometry.channels, CHUNK)
     with k.parallel_for(k.ceil_div(blocks, run) * (groups * chunks)) as item:
         chunk, rest = item % chunks, item // chunks
         group, begin = rest % groups, rest // groups * run
         num_blocks = k.min(blocks - begin, run)
-        tile = (first + begin) * tile_n
-        line = tile // TW
+        tile = (first + begin) * tile_n  # the item's first tile
+        line = tile // TW  # and the row of tiles that has it, of all images'
         rows = k.ceil_div(k.min(tile + num_blocks * tile_n, total), TW) - line
         panel.seek(group, line, rows, 0)
         skip = tile - line * TW  # tiles of the first line that belong to the block before
@@ -146,7 +150,7 @@ def batched_gemm(k, u, v, first, limit, products, epilogue: Callable[..., None],
     total = k.num_elements(*images) * (TH * TW)
     blocks = k.max(k.min(k.ceil_div(total, tile_n) - first, limit), 0)
     batches, row_blocks = k.ceil_div(blocks, conv.group), ceil_div(rows, conv.filters)
-    width, size = conv.group * tile_n, groups * rows * C
+    width, size = conv.group * tile_n, groups * rows * C  # tiles of a row of `products`, elements of a position of u
     with k.parallel_for(batches * (groups * row_blocks)) as item:
         row_block, rest = item % row_blocks, item // row_blocks
         group, begin = rest % groups, rest // groups * conv.group
@@ -154,10 +158,10 @@ def batched_gemm(k, u, v, first, limit, products, epilogue: Callable[..., None],
         row0 = row_block * conv.filters
         row1 = k.min(row0 + conv.filters, rows)
         with k.loop(0, positions) as position, k.loop(0, C, KC) as c, k.loop(0, num_blocks) as block:
-            depth = k.min(C - c, KC)
+            depth = k.min(C - c, KC)  # of this K block: products wait in scratch from one to the next
             right = v.at((((begin + block) * groups + group) * positions + position) * (C * tile_n) + c * tile_n)
 
-            full = k.min(row1, rows - rows % conv.tile.mr)
+            full = k.min(row1, rows - rows % conv.tile.mr)  # end of the full register tiles
             for row, tile in row_tiles(k, row0, full, row1, rows, conv.tile):
                 left = u.at(position * size + (group * rows + row) * C + c)
                 dst = products.at(((position * conv.filters) + (row - row0)) * width + block * tile_n)
@@ -181,7 +185,7 @@ def tiled_wgrad_gemm(k, products, dy, x, first, limit, *, images: Images, geomet
     groups, rows, columns = geometry.groups, geometry.rows, geometry.channels
     total = k.num_elements(*images) * (geometry.output_size[0] * geometry.output_size[1])
     blocks = k.max(k.min(k.ceil_div(total, tile_n) - first, limit), 0)
-    add_previous = k.int(first) > 0
+    add_previous = k.int(first) > 0  # calls before this one began the sums
     row_blocks, column_blocks = ceil_div(rows, MC), ceil_div(columns, NC)
 
     with k.parallel_for(groups * positions * (row_blocks * column_blocks)) as item:
@@ -189,7 +193,7 @@ def tiled_wgrad_gemm(k, products, dy, x, first, limit, *, images: Images, geomet
         row0, rest = rest % row_blocks * MC, rest // row_blocks
         position, group = rest % positions, rest // positions
         row1, column1 = k.min(row0 + MC, rows), k.min(column0 + NC, columns)
-        plane = group * positions + position
+        plane = group * positions + position  # which of a block's GEMMs
         for row, column, num_rows, num_columns in conv_wgrad.register_tiles(k, (row0, row1), (column0, column1)):
             # Lanes are tiles, added at the end.
             acc = [[k.var_vec(0.0) for _ in range(num_columns)] for _ in range(num_rows)]
@@ -207,7 +211,9 @@ def tiled_wgrad_gemm(k, products, dy, x, first, limit, *, images: Images, geomet
 
 def append_input_transform(c: Lowering, how: TileAlgorithm, v, x, constants: dict[str, Any], geometry: ConvGeometry,
         **sizes) -> Callable[[dict[str, int]], None]:  # fmt: skip
-    """The call of an input transform, v = that of the tiles of x that `geometry` sees, to be appended for some blocks of tiles."""
+    """The call of an input transform, v = that of the tiles of x that `geometry` sees, to be appended for some blocks of tiles.
+    `x`: images, or dy for a wgrad; `constants`: `how.of_x` or `how.of_dy`; `sizes`: images, tile_n. The call takes {first,
+    limit}."""
     c.thread_scratch(panel_bytes(c.isa, geometry, sizes["tile_n"], how.run) + 4 * how.rows * c.isa.lanes)
     constants = {"geometry": geometry, **constants, **sizes}
     return lambda where: c.call(how.inputs, {"v": v, "x": x, **where}, constants, writes="v")
@@ -217,10 +223,11 @@ def append_tiled(c: Lowering, how: TileAlgorithm, *, out, w, x, geometry: ConvGe
         images: Images) -> None:  # fmt: skip
     """Append the calls of a convolution of x to `out`: the filter transform once, then for as many blocks of tiles as V_BYTES hold
     the input transform and the GEMMs. `geometry`: of the direct convolution; `transposed`: filters (groups depth, rows, R, S)
-    instead of (groups rows, depth, R, S), as dgrad reads them."""
+    instead of (groups rows, depth, R, S), as dgrad reads them. `mode`: of `out`, as in loops.py. Workspaces hold U of all filters,
+    and V of `limit` blocks of tiles."""
     C, groups, rows, taps, tile = geometry.channels, geometry.groups, geometry.rows, geometry.taps, gemm_tile(c.isa)
     tile_n = tile.nr(c.isa)
-    group = max(1, min(8, how.group_bytes // (4 * how.positions * C * tile_n)))
+    group = max(1, min(8, how.group_bytes // (4 * how.positions * C * tile_n)))  # blocks of a work item
     filters = max(1, how.most_bytes // (4 * how.positions * group * tile_n) // tile.mr) * tile.mr
     filters = round_up(ceil_div(rows, ceil_div(rows, filters)), tile.mr)
     conv = TiledConv(how.m, geometry.tiled(how.m, how.n), geometry.output_size, tile, group, filters)
@@ -229,7 +236,7 @@ def append_tiled(c: Lowering, how: TileAlgorithm, *, out, w, x, geometry: ConvGe
     constants = {"count": groups, "rows": rows, "depth": C, "flip": geometry.flipped, **steps, **how.own}
     c.call(how.filters, {"u": u, "w": w}, constants, writes="u")
     blocks = ceil_div(num_tiles(int(x.shape[0]), conv.geometry), tile_n)
-    block_bytes = 4 * groups * how.positions * C * tile_n
+    block_bytes = 4 * groups * how.positions * C * tile_n  # of V for a block of tiles
     limit = round_up(max(1, min(blocks, V_BYTES // block_bytes)), group)
     v = part(c.workspace("tiles", limit * block_bytes)), "fp32"
     c.thread_scratch(4 * how.positions * filters * group * tile_n + 4 * how.epilogue * c.isa.lanes)

@@ -36,9 +36,9 @@ class Blocking:
 def select_blocking(isa: ISA, geometry: ConvGeometry, images: int) -> Blocking:
     """Even blocks of some MC x NC, and K blocks of some KC pixels, by the shape alone: they are the order of summation."""
     (P, Q), rows = geometry.output_size, geometry.rows
-    channels = min(geometry.channels, max(1, NC // geometry.taps))
+    channels = min(geometry.channels, max(1, NC // geometry.taps))  # of a work item
     lines = max(1, min(KC // Q, images * P))
-    column_blocks = ceil_div(Q, 2 * KC)
+    column_blocks = ceil_div(Q, 2 * KC)  # a long line is several K blocks
     columns = round_up(ceil_div(Q, column_blocks), isa.lanes) if column_blocks > 1 else Q
     even_rows = ceil_div(rows, ceil_div(rows, MC))
     even_channels = ceil_div(geometry.channels, ceil_div(geometry.channels, channels))
@@ -49,6 +49,8 @@ class ScratchLayout:
     """Offsets in a thread's scratch, in bytes, and its size."""
 
     def __init__(self, isa: ISA, geometry: ConvGeometry, b: Blocking) -> None:
+        """`pitch`: elements of a row of packed dy and of a depth of the panel: a K block's pixels, a vector of zeros, padding. The
+        panel is first; then `dy`, the packed rows; then `sums`, a vector for each element of the item's part of dw."""
         self.pitch = panel_pitch(b.lines * b.columns + isa.lanes, isa.lanes)
         self.dy = panel_nbytes(isa, geometry, b.lines, b.columns, self.pitch, b.channels)
         self.sums = self.dy + 4 * (b.rows * self.pitch + 16)
@@ -64,7 +66,7 @@ def register_tiles(k, rows: tuple[Any, Value], columns: tuple[Any, Value]) -> It
     """`for row, column, rows, columns in ...`: the register tiles of dw's rows [rows) x columns [columns): whole ones, then the
     rows and columns that remain, one by one. A loop as those of loops.py."""
     (row0, row1), (column0, column1), (tile_m, tile_n) = rows, columns, tile_shape(k.isa)
-    full_rows, full_columns = row1 - (row1 - row0) % tile_m, column1 - (column1 - column0) % tile_n
+    full_rows, full_columns = row1 - (row1 - row0) % tile_m, column1 - (column1 - column0) % tile_n  # ends of the whole tiles
     for begin, end, step in ((column0, full_columns, tile_n), (full_columns, column1, 1)):
         with k.loop(begin, end, step) as column:
             with k.loop(row0, full_rows, tile_m) as row:
@@ -91,8 +93,8 @@ class WeightGradient:
         self.groups, self.rows = geometry.groups, geometry.rows
         layout, scratch = ScratchLayout(k.isa, geometry, blocking), k.thread_scratch()
         self.packed_dy, self.sums, self.pitch = scratch.bytes(layout.dy), scratch.bytes(layout.sums), layout.pitch
-        self.max_depths = blocking.channels * geometry.taps
-        self.total_lines = k.num_elements(*images) * geometry.output_size[0]
+        self.max_depths = blocking.channels * geometry.taps  # depths of a work item; pitch of `sums`
+        self.total_lines = k.num_elements(*images) * geometry.output_size[0]  # of all images
         self.panel = Im2colPanel(k, geometry, x, scratch, blocking.lines, blocking.columns, layout.pitch)
 
     def run(self) -> None:
@@ -129,7 +131,7 @@ class WeightGradient:
         with k.loop(0, self.num_rows) as row:
             dst = self.packed_dy.at(row * self.pitch)
             with k.loop(0, lines) as i:
-                n, y = (line + i) // P, (line + i) % P
+                n, y = (line + i) // P, (line + i) % P  # image, line in it
                 channel = (n * self.groups + self.group) * self.rows + self.first_row + row
                 source = self.dy.at((channel * P + y) * Q + column)
                 vectors_end = k.int(columns) & -lanes
@@ -142,7 +144,8 @@ class WeightGradient:
 
     def _micro_kernel(self, pixels, row, d, rows: int, depths: int) -> None:
         """The partial sums [lanes] of `rows` x `depths` elements of dw, from (row, d) on, += dy im2col^T over the K block's pixels,
-        lane by lane: packed_dy [row][pixel] times the im2col panel [depth][pixel]."""
+        lane by lane: packed_dy [row][pixel] times the im2col panel [depth][pixel]. The last vector may reach beyond `pixels`:
+        packed_dy is zero there, and the panel finite."""
         k = self.k
         sums = [[self._partial(row + r, d + c) for c in range(depths)] for r in range(rows)]
         acc = [[k.var(p.load()) for p in line] for line in sums]

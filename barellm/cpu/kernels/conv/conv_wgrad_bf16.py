@@ -48,7 +48,7 @@ def select_blocking(isa: ISA, tile: Tile, use_amx: bool, geometry: im2col.ConvGe
     (P, _), rows, groups = geometry.output_size, geometry.rows, geometry.groups
     pitch, tile_n = conv_polyphase.PolyphaseLayout(geometry, P, 1).pitch, tile.nr(isa)
     lines = ceil_div(P, ceil_div(P, max(1, min(P, KC // pitch))))
-    num_images = max(1, min(images, KC // (P * pitch))) if lines == P else 1
+    num_images = max(1, min(images, KC // (P * pitch))) if lines == P else 1  # of a K block of whole images
 
     def cost(size: tuple[int, int]) -> float:
         """A thread's estimated time: its share of the work items, in whole ones."""
@@ -62,7 +62,7 @@ def select_blocking(isa: ISA, tile: Tile, use_amx: bool, geometry: im2col.ConvGe
         for r in range(tile.mr, round_up(rows, tile.mr) + 1, tile.mr)
         for c in range(tile_n, round_up(geometry.channels, tile_n) + 1, tile_n)
         if 4 * r * c * geometry.taps <= SUM_BYTES
-    ] or [(tile.mr, tile_n)]
+    ] or [(tile.mr, tile_n)]  # sizes whose sums stay in L2, or else one tile
     item_rows, columns = min(sizes, key=cost)
     return Blocking(tile, use_amx, item_rows, columns, lines, num_images)
 
@@ -78,8 +78,8 @@ class ScratchLayout:
         self.parities = sorted({shift % 2 for shift in x.shifts()})
         self.pairs = round_up(ceil_div(x.padded_size(isa.lanes), 2), isa.lanes)  # of an image's planes
         self.copy = 4 * self.pairs * tile_n  # bytes of such pairs of a column block
-        self.x = dy.zeros_nbytes(isa.lanes) + 2 * b.rows * b.images * dy.channel_pitch(isa.lanes)
-        self.panel = self.x + x.nbytes(isa, tile_n) + 64 * isa.lanes
+        self.x = dy.zeros_nbytes(isa.lanes) + 2 * b.rows * b.images * dy.channel_pitch(isa.lanes)  # planes of x, behind those of dy
+        self.panel = self.x + x.nbytes(isa, tile_n) + 64 * isa.lanes  # packed x
         self.sums = self.panel + b.columns // tile_n * b.images * len(self.parities) * self.copy
         self.nbytes = self.sums + 4 * b.rows * b.columns * geometry.taps
 
@@ -96,11 +96,11 @@ class WeightGradient:
         self.groups, self.rows, self.blocking, self.mode = geometry.groups, geometry.rows, blocking, mode
         self.scratch, at = ScratchLayout(k.isa, geometry, blocking), k.thread_scratch()
         self.tile_n = blocking.tile.nr(k.isa)
-        self.layout, dy_layout = blocking.layouts(geometry)
+        self.layout, dy_layout = blocking.layouts(geometry)  # of x, of dy
         self.steps = dy_layout.positions // (amx.TILE_K if blocking.use_amx else 2)  # of an image
         self.dy = conv_polyphase.PolyphaseBuffer(k, dy_layout, dy, at, channels=blocking.rows)
         self.x = conv_polyphase.PolyphaseBuffer(k, self.layout, x, at.bytes(self.scratch.x), channels=self.tile_n)
-        self.panel, self.sums = at.bytes(self.scratch.panel), at.bytes(self.scratch.sums)
+        self.panel, self.sums = at.bytes(self.scratch.panel), at.bytes(self.scratch.sums)  # packed x, sums of dw
 
     def run(self) -> None:
         """The parallel loop over work items; for each the loop over K blocks of images and lines: pack both operands, multiply."""
@@ -130,7 +130,7 @@ class WeightGradient:
                 for parity in self.scratch.parities:
                     dst = self._packed_x(c // self.tile_n, n, parity)
                     with k.loop(0, self.scratch.pairs, lanes) as pair, k.loop(0, self.tile_n, lanes) as v:
-                        at = self.x.at.at(pair * 2 + v * self.x.pitch + parity)
+                        at = self.x.at.at(pair * 2 + v * self.x.pitch + parity)  # two positions of channel v
                         vectors = []
                         for i in range(lanes):
                             p = at.at(i * self.x.pitch)
@@ -163,8 +163,8 @@ class WeightGradient:
         tap's."""
         k, tile, steps = self.k, self.blocking.tile, self.steps
         left_bytes = 2 * self.blocking.rows * self.dy.pitch  # bytes from an image to the next
-        panel_bytes = len(self.scratch.parities) * self.scratch.copy
-        row = 2 * self.dy.pitch
+        panel_bytes = len(self.scratch.parities) * self.scratch.copy  # of packed x, likewise
+        row = 2 * self.dy.pitch  # bytes from an output channel to the next
         if self.blocking.use_amx:
             amx.load_accumulators(k, dst, add_previous, row=4 * self.tile_n)
             with k.loop(0, num_images) as n:
@@ -184,9 +184,9 @@ class WeightGradient:
         with k.loop(0, self.num_rows) as r, k.loop(0, self.num_columns, lanes) as c:
             first = self._sums(r, c, 0).at(r % rows * self.tile_n + c % self.tile_n)
             dst = self.dw.at(((self.group * self.rows + self.row + r) * C + self.column + c) * taps)
-            count = k.min(self.num_columns - c, lanes)
+            count = k.min(self.num_columns - c, lanes)  # input channels that exist
             for t in range(0, taps, lanes):
-                n = min(lanes, taps - t)
+                n = min(lanes, taps - t)  # taps of this vector
                 of_taps = [first.at((t + min(i, n - 1)) * (rows * self.tile_n)).load() for i in range(lanes)]
                 mask = None if n == lanes else k.mask_first(n)
                 for i, value in enumerate(transpose(k, of_taps)):

@@ -35,6 +35,7 @@ def append_conv(c: Lowering, *, algorithm: str, out, w: Tensor, a, x: Tensor, ge
     is_direct, N = algorithm in ("auto", "direct"), int(x.shape[0])
     sizes: dict[str, Any] = {"geometry": geometry, "mode": mode, "images": images_of(x)}
     depthwise = is_direct and conv_depthwise.is_supported(geometry)
+    # A bf16 implicit GEMM's choice of tile; None: not bf16.
     bf16 = select_bf16(c.isa, x.dtype, geometry, wgrad=False) if is_direct and not depthwise else None
     which = "dx" if transposed else "forward"
     if depthwise:
@@ -97,7 +98,7 @@ def transpose_filters(k, a, w, *, groups, K, C, R, S, rows, columns) -> None:
     of the filter that one phase of a strided convolution's pixels needs."""
     taps = len(rows) * len(columns)
     with k.parallel_for(groups * C) as row, k.loop(0, K) as i:
-        src = w.at(((row // C * K + i) * C + row % C) * (R * S))
+        src = w.at(((row // C * K + i) * C + row % C) * (R * S))  # filter of (input channel, output channel i)
         dst = a.at((row * K + i) * taps)
         # Where all taps are used they are adjacent.
         vectors = range(0, taps - taps % k.lanes, k.lanes) if taps == R * S else range(0)
@@ -109,7 +110,8 @@ def transpose_filters(k, a, w, *, groups, K, C, R, S, rows, columns) -> None:
 
 def reflect_pad_backward(k, dx, padded, *, images, channels, size, padding, mode) -> None:
     """The kernel: dx (N, channels, H, W) of reflection padding: each pixel gets the sum of the gradients of its copies in `padded`,
-    fp32 images of (H + 2 top, W + 2 left)."""
+    fp32 images of (H + 2 top, W + 2 left). `images`: dims and a factor of N (`Images`); `size`: (H, W); `padding`: (top, left). A
+    line of dx is one work item's."""
     (H, W), (top, left) = size, padding
     padded_W, padded_H = W + 2 * left, H + 2 * top
 

@@ -77,6 +77,7 @@ class OutputLines:
     for each of them the offset of its image's channels in x, and the input row at which its window begins."""
 
     def __init__(self, k, geometry: ConvGeometry, scratch, lines: int, columns: int) -> None:
+        """`scratch`: 16 bytes for each of `lines`: an i64 of `plane_table` and one of `row_table`."""
         self.k, self.geometry, self.columns = k, geometry, columns
         self.plane_table, self.row_table = scratch, scratch.bytes(8 * lines)
 
@@ -97,7 +98,8 @@ class OutputLines:
         return plane, row
 
     def load(self, lines: LineBuffer, number, line, c, r) -> None:
-        """Line `number` of `lines` = what filter row r of channel c sees for output line `line`."""
+        """Line `number` of `lines` = what filter row r of channel c sees for output line `line`. `row_offsets` are evenly spaced,
+        `step` apart."""
         offsets, (H, W) = self.geometry.row_offsets, self.geometry.input_size
         step = offsets[1] - offsets[0] if len(offsets) > 1 else 0
         plane, row = self.source(line)
@@ -106,21 +108,24 @@ class OutputLines:
 
 class LineBuffer:
     """Lines of `outputs` output columns at `at`, `pitch` elements from one to the next. Where that is less than what vectors need,
-    lines must be filled in ascending order."""
+    lines must be filled in ascending order. x (N, groups channels, H, W) is read; a line is [pitch] fp32, of which
+    line_length(outputs) elements belong to it."""
 
     def __init__(self, k, geometry: ConvGeometry, x, at, outputs: int, pitch: int | None = None) -> None:
         self.k, self.geometry, self.x, self.at, self.outputs = k, geometry, x, at, outputs
         self.pitch = geometry.pitch(outputs, k.lanes) if pitch is None else pitch
 
     def fill(self, number, plane, row, first) -> None:
-        """Write line `number` of the buffer = input row `row` of the channel at offset `plane` of x, for outputs from column
-        `first` on, with its padding: zeros or mirror images. Rows outside the image are the same."""
+        """Write line `number` of the buffer = input row `row` of the channel at offset `plane` (in elements) of x, for outputs from
+        column `first` on, with its padding: zeros or mirror images. Rows outside the image are the same. Stores may reach up to
+        `lanes` - 1 elements past the line's length: the pitch has room for them, or the next line is filled later."""
         k, geometry = self.k, self.geometry
         H, W = geometry.input_size
         dst, length = self.at.at(k.int(number) * self.pitch), geometry.line_length(self.outputs)
         if isinstance(first, int) and not geometry.reflect and length <= UNROLLED_LINE * k.lanes:
             self._fill_unrolled(dst, plane, row, first * geometry.stride[1] + geometry.first_column, length)
             return
+        # Input column of the line's first element; may be negative.
         begin = k.int(first) * geometry.stride[1] + geometry.first_column
         if geometry.reflect:
             row = reflect_index(k, row, H)
@@ -130,8 +135,8 @@ class LineBuffer:
         inside = (row >= 0) & (row < H)
         with k.when(inside):
             source = self.x.at(plane + row * W)
-            low, high = k.max(begin, 0), k.min(begin + length, W)
-            vectors_end = low + ((k.max(high - low, 0)) & -k.lanes)
+            low, high = k.max(begin, 0), k.min(begin + length, W)  # input columns that exist
+            vectors_end = low + ((k.max(high - low, 0)) & -k.lanes)  # of the unmasked vectors
             with k.loop(low, vectors_end, k.lanes) as c:
                 dst.store(source.load(c), c - begin)
             with k.when(vectors_end < high):
@@ -144,9 +149,13 @@ class LineBuffer:
                         dst.put(source.get(at), c - begin)
 
     def _fill_unrolled(self, dst, plane, row, begin: int, length: int) -> None:
-        """`fill` of a short line, dst, of `length` elements from input column `begin`, known here: no loop to mispredict."""
+        """`fill` for a line short enough to be unrolled, without a loop that mispredicts: dst[c - begin] = x[plane + row W + c] for
+        the `length` input columns c from `begin` on, zero where c is outside [0, W), all zero where `row` (i64) is outside [0, H).
+        `begin`, `length` are known here, so which vectors are zero is. Order matters: the zeros before the image are whole vectors
+        and reach into its first pixels, which are stored after them; the last vector of pixels is zero behind the image. Stores may
+        reach up to `lanes` - 1 elements past `length`, as in `fill`."""
         k, (H, W) = self.k, self.geometry.input_size
-        low, high = max(begin, 0), min(begin + length, W)
+        low, high = max(begin, 0), min(begin + length, W)  # input columns of the line inside the image
         inside, zero = (row >= 0) & (row < H), k.to(0.0, k.vec)
         with k.otherwise(inside):
             for c in range(0, length, k.lanes):
@@ -155,9 +164,9 @@ class LineBuffer:
             for c in range(0, min(low - begin, length), k.lanes):
                 dst.store(zero, c)
             source = self.x.at(plane + row * W)
-            end = 0
+            end = 0  # elements of the line that are written so far
             for c in range(low, high, k.lanes):
-                full = c + k.lanes <= high
+                full = c + k.lanes <= high  # else the mask keeps the load inside the image
                 dst.store(source.load(c, None if full else k.mask_first(high - c)), c - begin)
                 end = c - begin + k.lanes
             for c in range(max(end, 0), length, k.lanes):
@@ -172,7 +181,8 @@ class LineBuffer:
 
 
 def load_strided(k, p, stride: int) -> Value:
-    """A vector of `lanes` elements `stride` apart, from p on. Strides of 2 and 4 load what lies between too and shuffle."""
+    """A vector of `lanes` elements `stride` apart, from p on. Strides of 2 and 4 load what lies between too and shuffle. Reads up
+    to p + stride lanes - 1, also where the last of these elements are not needed."""
     if stride == 1:
         return p.load()
     if stride in (2, 4):
@@ -214,6 +224,8 @@ class Im2colTiles(OutputLines):
     shifted line or, where its pixels lie in several output lines, several of them blended by masks."""
 
     def __init__(self, k, geometry: ConvGeometry, x, scratch, lines: int, columns: int) -> None:
+        """`scratch`: tables, then the lines [channel][filter row][line] (`tiles_nbytes`), with slack that vectors may read or
+        write."""
         super().__init__(k, geometry, scratch, lines, columns)
         self.max_lines = lines
         self.pitch = geometry.line_length(columns)  # what a line's last vector writes too far, the next line overwrites
@@ -240,13 +252,13 @@ class Im2colTiles(OutputLines):
             line, column = first // self.columns, first % self.columns
             pieces = [(None, line * self.pitch + column * stride)]
             for t in range(1, self._lines_per_vector()):
-                begins = t * self.columns - column
+                begins = t * self.columns - column  # the lane at which line + t begins
                 offset = (line + t) * self.pitch - begins * stride
                 pieces.append((k.mask_first(begins), k.select(line + t < self.num_lines, offset, pieces[0][1])))
             sources.append(pieces)
-        S = len(geometry.column_offsets)
+        S = len(geometry.column_offsets)  # filter columns
         with k.loop(0, channels * len(geometry.row_offsets)) as row:
-            at = self.lines.at.at(row * (self.max_lines * self.pitch))
+            at = self.lines.at.at(row * (self.max_lines * self.pitch))  # all lines of a channel and filter row
             for s, column_offset in enumerate(geometry.column_offsets):
                 for v, pieces in enumerate(sources):
                     value = None
@@ -279,6 +291,8 @@ class Im2colPanel(OutputLines):
     """The im2col matrix (depth, pixels) of at most `lines` lines of `columns` outputs each, in the scratch from `scratch` on."""
 
     def __init__(self, k, geometry: ConvGeometry, x, scratch, lines: int, columns: int, pitch: int) -> None:
+        """`at` [depth][pitch] fp32, `pitch` elements a depth, lies behind the tables and the `lines` of one channel and filter
+        row."""
         super().__init__(k, geometry, scratch, lines, columns)
         self.pitch = pitch
         tables = round_up(16 * lines, 64)
@@ -287,7 +301,8 @@ class Im2colPanel(OutputLines):
 
     def pack(self, channel, last, *, pixels=None, zero_vectors: int = 1) -> None:
         """Make the im2col matrix [depth][pitch] fp32 of the channels [channel, last): load each channel's and filter row's lines,
-        copy each tap's pixels. `zero_vectors` vectors of zeros follow the first `pixels` of each depth (None: nothing)."""
+        copy each tap's pixels. `zero_vectors` vectors of zeros follow the first `pixels` of each depth (None: nothing). `pixels`:
+        of the lines of `seek`. Ascending depths overwrite what vectors write too far."""
         k, geometry, S = self.k, self.geometry, len(self.geometry.column_offsets)
         if not geometry.taps:
             return

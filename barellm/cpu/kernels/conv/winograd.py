@@ -69,7 +69,8 @@ def transform_square(k, matrix: Sequence[Sequence[float]], square) -> list[list[
 def winograd_filters(k, u, w, *, count: int, rows: int, depth: int, step: int, row_step: int, flip: bool, m: int) -> None:
     """The kernel of the filter transform: u (positions, count rows, depth) fp32 = G w G^T of filters w of 3 x 3, lanes along the
     depth; `count` groups. Filter (group, row, depth) begins at element group rows depth 9 + row row_step + depth step of w; `flip`:
-    it is read from its end. The last vector of a depth that lanes do not divide overlaps the one before."""
+    it is read from its end. The last vector of a depth that lanes do not divide overlaps the one before. G is (n, 3), `size` the
+    elements of a position; a depth below `lanes` is gathered element by element and stored masked."""
     G, n = filter_matrix(m, 3), m + 2
     taps = range(8, -1, -1) if flip else range(9)
     size = count * rows * depth
@@ -98,7 +99,8 @@ def winograd_input(k, v, x, first, limit, *, images: Images, geometry: ConvGeome
         tile_n: int) -> None:  # fmt: skip
     """The kernel of the input transform: v (blocks, groups, positions, channels, tile_n) fp32 = matrix d matrix^T, where d are the
     n x n pixels of x (N, groups channels, H, W) that a tile sees (`geometry`), of the blocks of tiles [first, first + limit); zero
-    for tiles that do not exist. Lanes are tiles."""
+    for tiles that do not exist. Lanes are tiles. `matrix` is (n, n). The panel's depth i `window` + j has the pixels (i, j) of all
+    tiles of the item."""
     n, window, C = len(matrix), len(geometry.row_offsets), geometry.channels
     with conv_tiled.for_each_block(k, x, first, limit, images=images, geometry=geometry, tile_n=tile_n, most=RUN) as r:
         dst = v.at((((r.begin + r.block) * geometry.groups + r.group) * (n * n) * C + r.channel) * tile_n)
@@ -110,13 +112,18 @@ def winograd_input(k, v, x, first, limit, *, images: Images, geometry: ConvGeome
 
 
 def winograd_gemm(k, y, u, v, first, limit, *, images: Images, conv: TiledConv, m: int, mode: str) -> None:
-    """The kernel: y (N, groups rows, H, W) = A^T (u v) A of the tiles in blocks [first, first + limit), with u from
-    `winograd_filters` and v from `winograd_input`: the batched GEMM with the output transform as its epilogue."""
+    """The kernel: y (N, groups rows, H, W) = A^T (u v) A of the tiles in blocks [first, first + limit), stored or added (`mode`). u
+    (positions, groups rows, C) is from `winograd_filters`, v (blocks, groups, positions, C, tile_n) from `winograd_input`, n^2
+    positions of fp32: the batched GEMM with the output transform as its epilogue. Scratch: `products` [position][filter][tile] of a
+    work item, of `conv.filters` x `width` for each position; behind them `squares`, where a vector of tiles is transposed
+    (`store_tiles`)."""
+    # Pixels of a tile's side, (m, n), tiles of a work item.
     n, A, width = m + 2, output_matrix(m, 3), conv.group * conv.tile.nr(k.isa)
     products = k.thread_scratch()
     squares = products.bytes(4 * n * n * conv.filters * width)
 
     def output_transform(src, tile, num_tiles, channel) -> None:
+        # [n][n] vectors of `lanes` tiles.
         square = [[src.load((i * n + j) * (conv.filters * width)) for j in range(n)] for i in range(n)]
         store_tiles(k, y, squares, transform_square(k, A, square), tile, num_tiles, channel, conv, mode)
 
@@ -126,7 +133,7 @@ def winograd_gemm(k, y, u, v, first, limit, *, images: Images, conv: TiledConv, 
 def store_tiles(k, y, squares, outputs, tile, num_tiles, channel, conv: TiledConv, mode: str) -> None:
     """Write the m x m outputs[i][j], vectors whose lanes are tiles from number `tile` on, to image plane `channel` of y; the first
     `num_tiles` lanes exist. They are transposed through `squares` in scratch, [tile][m][4] fp32; then each tile's rows are stored,
-    as vectors of m where it lies in the image whole."""
+    as vectors of m where it lies in the image whole. `tile`: counted over all images, rows of tiles of (TH, TW) an image."""
     m, (H, W), (TH, TW), lanes = conv.m, conv.size, conv.geometry.output_size, k.lanes
     tile_stride = m * 4  # a tile has m rows of 4, of which m are used
     zero = k.to(0.0, k.vec)
@@ -134,12 +141,12 @@ def store_tiles(k, y, squares, outputs, tile, num_tiles, channel, conv: TiledCon
         columns = transpose_groups(k, [*row, *[zero] * (4 - m)])
         for j, four in enumerate(columns):  # tiles j, j + 4, ...
             for g in range(lanes // 4):
-                quad = k.shuffle(four, None, list(range(4 * g, 4 * g + 4)))
+                quad = k.shuffle(four, None, list(range(4 * g, 4 * g + 4)))  # row i of tile 4 g + j
                 at = squares.at((4 * g + j) * tile_stride + i * 4)
                 k.line(f"store {quad.typed}, ptr {at.ref}, align 16")
     with k.loop(0, num_tiles) as lane:
         t = tile + lane
-        image, ty, tx = t // (TH * TW), t % (TH * TW) // TW * m, t % TW * m
+        image, ty, tx = t // (TH * TW), t % (TH * TW) // TW * m, t % TW * m  # the tile's first pixel
         src = squares.at(lane * tile_stride)
         dst = y.at(((image * (conv.geometry.groups * conv.geometry.rows) + channel) * H + ty) * W + tx)
         whole = (ty + m <= H) & (tx + m <= W)
@@ -158,7 +165,7 @@ def store_tiles(k, y, squares, outputs, tile, num_tiles, channel, conv: TiledCon
 def winograd_wgrad_output(k, dw, products, *, size: int, m: int, flip: bool, mode: str) -> None:
     """The kernel: dw (size, 3, 3) = A^T products A, of products (positions, size) that `tiled_wgrad_gemm` wrote. `flip`: filters
     are read from their end. Stored or added (`mode`), element by element."""
-    n, A = m + 2, output_matrix(3, m)
+    n, A = m + 2, output_matrix(3, m)  # here 3 x 3 taps are the outputs
     with k.parallel_range(ceil_div(size, k.lanes), 8) as (begin, end), k.loop(begin, end) as block:
         first = block * k.lanes
         mask = k.mask_first(size - first) if size % k.lanes else None

@@ -50,7 +50,8 @@ def padded_a_bytes(depth: int) -> int:
 
 @dataclass(frozen=True)
 class TileA:
-    """A, two tiles of it a step: rows `stride` bytes apart, the second tile `below` bytes after the first, the next step `step`."""
+    """A, two tiles of SIDE rows of it a step, from `pointer` on: rows `stride` bytes apart, the second tile `below` bytes after the
+    first, the next step's tiles `step` bytes after this one's."""
 
     pointer: Pointer
     stride: int
@@ -65,8 +66,8 @@ def row_major(pointer, stride: int) -> TileA:
 def configure(k) -> None:
     """LDTILECFG: all eight tile registers at full size. Per-thread state: a kernel configures first, and releases."""
     config = Pointer(k, k.alloca("i64", 8), "i64")
-    rows = int.from_bytes(bytes([SIDE] * 8), "little")
-    columns = 4 * SIDE * 0x0001000100010001
+    rows = int.from_bytes(bytes([SIDE] * 8), "little")  # SIDE in each of 8 bytes
+    columns = 4 * SIDE * 0x0001000100010001  # 64 bytes in each of 4 words of 16 bits
     # Palette 1; 8 x 16 bits of bytes a row; 8 x 8 of rows.
     for i, word in enumerate((1, 0, columns, columns, 0, 0, rows, 0)):
         config.put(k.int(word), i)
@@ -168,7 +169,7 @@ def _accumulator_address(out, i: int, j: int, row: int) -> tuple[tuple[str, str]
 def gemm_accumulate(k, out, left: TileA, right, steps, *, rows: int, cols: int, begins: bool = False) -> None:
     """out [rows][cols] fp32 += A @ B over `steps` of TILE_K, or with `begins` out = A @ B; rows, cols: multiples of 32. `left`: A's
     first 32 rows; `left.below` bytes from 16 rows to the next 16. `right`: B in VNNI layout, [TILE_K / 2 * steps][cols] pairs."""
-    row = 4 * cols
+    row = 4 * cols  # bytes from a row of out, or of pairs, to the next
     for i0 in range(0, rows, MR):
         for j0 in range(0, cols, NR):
             block = out.bytes(i0 * row + 4 * j0)
@@ -220,14 +221,14 @@ def microkernel_rows(k, out, a, count, panel, block, *, depth: int, stride: int,
 def _copy_padded_rows(k, dst, a, count, *, first: int, depth: int, stride: int, width: int) -> None:
     """dst [count][width] bf16 = columns [first, depth) of `count` rows of a, row stride `stride` elements, zero-padded to `width`
     columns (a multiple of TILE_K)."""
-    end = first + (depth - first) // k.lanes * k.lanes
+    end = first + (depth - first) // k.lanes * k.lanes  # of the whole vectors
     with k.loop(0, count) as r:
         source, target = a.at(r * stride), dst.as_dtype("bf16").at(r * width)
         if end > first:
             with k.loop(first, end, k.lanes) as c:
                 target.store_raw(source.load_raw(c), c - first)
         for c in range(end, first + width, k.lanes):
-            inside = max(0, min(depth - c, k.lanes))
+            inside = max(0, min(depth - c, k.lanes))  # lanes of this vector that exist
             raw = source.load_raw(c, k.mask_first(inside)) if inside else k.const(0, f"<{k.lanes} x i16>")
             target.store_raw(raw, c - first)
 

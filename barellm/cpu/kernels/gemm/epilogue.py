@@ -24,7 +24,8 @@ class Epilogue:
         """`col` is the last positional parameter, so that a `partial` object makes the epilogue of any panel. out, second, other:
         (rows, cols), None where no epilogue needs it; bias (cols). `strides`: row strides in elements, where not `cols`.
         `bias_in_registers`: bias and masks are loaded once. `nontemporal` (i1; None: never): rows are stored non-temporally, only
-        by `store_row`, whose rows must be whole cache lines."""
+        by `store_row`, whose rows must be whole cache lines. `mode`: "store", or "add" to the old out. `scale`: an fp32 vector;
+        `factor`: a number of the code."""
         self.k, self.col, self.cols, self.epilogues, self.mode = k, col, cols, epilogues, mode
         self.out, self.second, self.bias, self.other, self.scale, self.factor = out, second, bias, other, scale, factor
         self.nr, self.nontemporal = tile.nr(k.isa), nontemporal
@@ -72,7 +73,7 @@ class Epilogue:
         same stride share it: fewer instructions."""
         at = {stride: row * stride + self.col for stride in dict.fromkeys(self.stride.values())}
         if v is not None:
-            skipped = v * self.k.lanes
+            skipped = v * self.k.lanes  # columns of the panel before vector v
             at = {stride: first + skipped for stride, first in at.items()}
         return {name: at[stride] for name, stride in self.stride.items()}
 

@@ -30,21 +30,25 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
 
     def __init__(self, k, a, *operands, through_memory: bool, slope: bool, **sizes) -> None:
         """`through_memory`: the epilogue reads accumulators from memory, [MR][NR] fp32 of a tile on the stack, or with several KC
-        blocks those of a work item in scratch. `slope`: it may overlap the next micro-kernel."""
+        blocks those of a work item in scratch. `slope`: it may overlap the next micro-kernel. Attributes: `vnni`: units of the
+        depth are bf16 pairs; `prefetch`, `overlap_packing`: what a micro-kernel overlaps, the lines of C and A that are needed
+        next, the packing of the next B panel; `accumulators`: where they wait in memory (None: never); `deferred_epilogue`: a
+        tile's runs during the next tile. `sizes`: of `GemmMainloop`."""
         super().__init__(k, a, *operands, **sizes)
         overlapped = self.config.overlap
         self.vnni, self.prefetch = packing.uses_vnni(k.isa, a.dtype), overlapped == "prefetch"
         self.overlap_packing = overlapped != "none" and packing.can_overlap_packing(k.isa, a.dtype)
         self.accumulators: Pointer | None = None
         if self.k_blocks > 1:
-            self.accumulators = self.scratch.bytes(2 * self.panel_nbytes).as_dtype("fp32")
+            self.accumulators = self.scratch.bytes(2 * self.panel_nbytes).as_dtype("fp32")  # behind the two B panels
         elif through_memory:
             self.accumulators = Pointer(k, k.alloca("float", self.tile.mr * self.nr), "fp32")
         self.deferred_epilogue = self.overlap_packing and slope and self.depth >= DEFER_DEPTH
 
     def multiply_panel(self, panel) -> None:
         """All rows of the item x one packed B panel [k unit][NR]: full tiles of MR rows, which overlap the packing of the next
-        panel, then smaller tiles. A deferred epilogue runs one tile late, so the last full tile's is left after the loop."""
+        panel, then smaller tiles. A deferred epilogue runs one tile late, so the last full tile's is left after the loop. `a_rows`:
+        A from this KC block's first column on."""
         k, tile = self.k, self.tile
         if self.overlap_packing:
             self.pack_next(self.full_end - self.row_begin)  # one call a row: `prefetch` of the micro-kernel
@@ -57,7 +61,7 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
                 self._epilogue_of_row(self.full_end - tile.mr, r)
         if self.overlap_packing:
             self.b_panels.commit()
-        small = tile.tail()
+        small = tile.tail()  # fewer rows than MR: less is computed in vain
         with k.loop(self.full_end, self.row_end, small.mr) as row:
             self._multiply_tile(row, small, k.min(self.row_end - row, small.mr))
 
@@ -78,6 +82,7 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
         rows = [i if count is None else k.min(k.int(i), count - 1) for i in range(tile.mr)]
         load_a, tail = broadcast_a(k, self.a_rows.at(row * self.stride), rows, self.vnni, depth=self.depth, stride=self.stride)
         k_units = self.depth_here // 2 if self.vnni else self.depth_here
+        # (whether a KC block came before, its sums).
         c_init = (self.k_block > 0, self._accumulator_row(row, 0)) if self.k_blocks > 1 else None
         overlaps = count is None and (self.prefetch or self.overlap_packing)
         overlapped = partial(self._overlap_with_microkernel, row) if overlaps else None
@@ -109,12 +114,14 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
         return self.accumulators.at(((self.panel_index - self.first_panel) * self.mc + (row - self.row_begin) + r) * self.nr)
 
     def _store_accumulators(self, row, sums) -> None:
+        """Store sums[r][v], NR columns of each row in vectors, as [row][NR] fp32 where the accumulators of row `row` on lie."""
         for r, values in enumerate(sums):
             for v, x in enumerate(values):
                 self._accumulator_row(row, 0).store(x, r * self.nr + v * self.k.lanes)
 
     def _epilogue_of_registers(self, row, sums, count) -> None:
-        """The epilogue of `count` rows, or all, from registers."""
+        """The epilogue of `count` rows, or all, from registers. `sums`: vectors of fp32 [row of the tile][vector of the panel]; row
+        0 is row `row` of C."""
         k = self.k
         for r, values in enumerate(sums):
             with k.when(k.int(r) < count) if count is not None else nullcontext():
@@ -139,7 +146,8 @@ class AmxGemm(gemm_mainloop.GemmMainloop):
     the next one is packed between the tile instructions. Accumulators go through scratch, also between two KC blocks."""
 
     def __init__(self, k, *operands, **sizes) -> None:
-        """Scratch: two B panels, a zero-padded tile of A's rows, the accumulators."""
+        """Scratch: two B panels, a zero-padded tile of A's rows, the accumulators. `padded_a` (amx.padded_a_bytes) lies behind the
+        panels, `accumulators`, [tile][MR][NR] fp32, behind it."""
         super().__init__(k, *operands, **sizes)
         self.padded_a = self.scratch.bytes(2 * self.panel_nbytes)
         self.accumulators = self.padded_a.bytes(amx.padded_a_bytes(self.kc)).as_dtype("fp32")
@@ -166,7 +174,7 @@ class AmxGemm(gemm_mainloop.GemmMainloop):
         k = self.k
         a = self.a.at(row * self.stride + self.k_block * self.kc)
         sums = self._accumulators_of(row)
-        last_kc = self.depth - (self.k_blocks - 1) * self.kc
+        last_kc = self.depth - (self.k_blocks - 1) * self.kc  # depth of the last KC block
         options: dict[str, Any] = {"begun": self.k_block > 0 if self.k_blocks > 1 else None, "stride": self.stride}
         if count is None:
             options["overlap"] = partial(self._overlap_with_step, row)
@@ -186,7 +194,7 @@ class AmxGemm(gemm_mainloop.GemmMainloop):
 
     def _overlap_with_step(self, row, step) -> None:
         """What overlaps a step of the tile at `row`: packing, and in the last KC block prefetches of C."""
-        k, rows_per_step = self.k, self.tile.mr * amx.TILE_K // self.kc
+        k, rows_per_step = self.k, self.tile.mr * amx.TILE_K // self.kc  # all MR rows in the KC / TILE_K steps
         self.b_panels.step()
         with nullcontext() if self.is_last_k is None else k.when(self.is_last_k):
             for i in range(max(rows_per_step, 1)):
@@ -194,7 +202,7 @@ class AmxGemm(gemm_mainloop.GemmMainloop):
 
     def _accumulators_of(self, row) -> Pointer:
         """The accumulators of a tile of rows; one set for each panel where they wait for the next K group."""
-        at = (row - self.row_begin) // self.tile.mr
+        at = (row - self.row_begin) // self.tile.mr  # number of the tile
         if self.k_groups > 1:
             at = at + (self.panel_index - self.first_panel) * (self.mc // self.tile.mr)
         return self.accumulators.at(at * (self.tile.mr * self.nr))
@@ -220,10 +228,11 @@ def run_mainloop(k, out, second, a, weight, rows, bias, other, *, cols: int, dep
     """The GEMM of `rows` rows: its epilogue and its main loop, on AMX tiles or vector registers, what this ISA has for the dtype of
     a. `weight`: (cols, depth) where `transposed`, else (depth, cols); a pointer, or an object that packs itself (`GemmMainloop`).
     "scaled" and "times" use `scale`, "rescale" uses `factor`. `streams`: results of AMX tiles that exceed the caches are stored
-    non-temporally. Other operands as in `gemm`."""
+    non-temporally. Other operands as in `gemm`. `mode`: out is stored ("store") or added to ("add"). `strides`: (name: row stride
+    in elements) of operands that are views."""
     kc = kc_of(k.isa, a.dtype, depth, config)
     long = [name for name in epilogues if (emitter := emitter_of(name)) and emitter.long]
-    through_memory = bool(long)
+    through_memory = bool(long)  # a long epilogue needs the accumulators' registers
     use_amx = amx.uses_tiles(k.isa, a.dtype)
     nontemporal = None
     if use_amx and streams and mode == "store" and cols % config.tile.nr(k.isa) == 0:

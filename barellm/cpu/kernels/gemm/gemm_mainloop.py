@@ -32,14 +32,17 @@ class GemmMainloop(ABC):
             stride: int, kc: int, transposed: bool, config: GemmConfig) -> None:  # fmt: skip
         """`weight`: (depth, cols), or (cols, depth) where `transposed`; a pointer to a row-major matrix, or an object whose
         `pack(mainloop, into, panel_id)` is the task that packs a KC block of a panel of it, as `_pack` here does. `stride`: lda,
-        elements from a row of a to the next; `kc`: depth of a block."""
+        elements from a row of a to the next; `kc`: depth of a block. make_epilogue(col): the epilogue of the panel from column
+        `col` on. Attributes: there are `panels` B panels of `nr` columns, `k_blocks` KC blocks, and `m_blocks` x `n_groups` work
+        items of `mc` rows (MR's multiple) x a group of panels; `scratch`: the thread's, which begins with two packed panels of
+        `panel_nbytes` bytes."""
         self.k, self.a, self.weight, self.make_epilogue = k, a, weight, make_epilogue
         self.cols, self.depth, self.stride, self.kc = cols, depth, stride, kc
         self.transposed, self.config = transposed, config
         self.tile, self.nr = config.tile, config.tile.nr(k.isa)
         self.panels, self.k_blocks = ceil_div(cols, self.nr), ceil_div(depth, kc)
         long_blocks = k.ceil_div(rows, config.long_mc)
-        too_few = long_blocks * self.panels < k.threads * ITEMS_PER_THREAD
+        too_few = long_blocks * self.panels < k.threads * ITEMS_PER_THREAD  # work items: then the shorter blocks
         self.rows = rows
         self.m_blocks = k.max(k.select(too_few, k.ceil_div(rows, config.mc), long_blocks), 0)
         self.mc = even_rows(k, rows, self.m_blocks, self.tile)
@@ -55,7 +58,8 @@ class GemmMainloop(ABC):
         """Run the micro-kernel over the rows of the item with a packed B panel (KC, NR)."""
 
     def run(self) -> None:
-        """The loops of the module's docstring, which set the class's state. Loops that run once are left out."""
+        """The loops of the module's docstring, which set the class's state. Loops that run once are left out. An item reads a, the
+        weight and its own scratch, and writes its own rows and columns of out, so items run in any order, in parallel."""
         k = self.k
         self.b_panels = packing.PanelBuffers(k, self.scratch, self.panel_nbytes, self._pack)
         with k.parallel_for(self.m_blocks * self.n_groups) as self.item:
@@ -130,7 +134,7 @@ class GemmMainloop(ABC):
             sizes = {"cols": self.cols, "stride": self.depth, "depth": depth, "even": even, "nr": self.nr}
             fetch = partial(self._prefetch, col + self.nr, k_block) if self.use_amx else None
             return packing.PackBTransposed(k, into, self.weight.at(k_block * kc), col, fetch=fetch, **sizes)
-        ragged = self.cols if self.cols % self.nr else None
+        ragged = self.cols if self.cols % self.nr else None  # the last panel is zero-padded
         w = self.weight.at(k_block * (kc * self.cols))
         return packing.PackB(k, into, w, col, depth, stride=self.cols, width=self.nr, cols=ragged, columns_next=self.use_amx)
 

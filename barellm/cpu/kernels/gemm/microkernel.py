@@ -63,6 +63,7 @@ def zero_tile(k, tile: Tile) -> list[list[Var]]:
 def accumulators(k, tile: Tile, dst, pitch: int, add_previous) -> Iterator[list[list[Var]]]:
     """The accumulators of a tile: loaded from dst [mr][pitch] where `add_previous` (i1, None: never), else zero; stored at exit."""
     acc = zero_tile(k, tile)
+    # (accumulator, where it lies in dst).
     places = [(x, dst.at(r * pitch + v * k.lanes)) for r, row in enumerate(acc) for v, x in enumerate(row)]
     if add_previous is not None:
         with k.when(add_previous):
@@ -83,6 +84,7 @@ def add_previous_sums(k, tokens_before, keep) -> Value:
 def rank1_update(k, acc, load_a: BroadcastA, panel, u, vnni: bool) -> None:
     """acc (mr, nr) += outer product of step `u`: unit u of A's rows (load_a) x row u of the packed panel, fp32 or pairs."""
     vectors, lanes = len(acc[0]), k.lanes
+    # NR columns of the panel's row u.
     right = [panel.as_dtype("i32").load_raw(u * (vectors * lanes) + v * lanes) for v in range(vectors)]
     for r, row in enumerate(acc):
         a = load_a(r, u)
@@ -98,7 +100,7 @@ def overlap_calls(k, tile: Tile, k_units) -> Value:
 def broadcast_a(k, a, rows, vnni: bool, *, depth: int, stride: int) -> tuple[BroadcastA, BroadcastA | None]:
     """Loads of A for `microkernel` from row-major memory, unpacked: `rows` (indices) of a (.., stride) in fp32 or bf16. Returns
     (the load of a whole k unit; of an odd last element of the `depth`, paired with zero, else None)."""
-    bases = [a.at(row * stride) for row in rows]
+    bases = [a.at(row * stride) for row in rows]  # where each row of the tile begins
     if not vnni:
         return (lambda r, u: k.splat(bases[r].get(u))), None
 
@@ -124,7 +126,8 @@ def broadcast_packed(k, packed, unit_bytes: int, row_bytes: int, vnni: bool = Tr
 
 
 def block_of_item(item, config: GemmConfig, row_blocks, column_blocks) -> tuple[Value, Value]:
-    """(row block, column block) of a work item. Order "rows": consecutive items share a row block."""
+    """(row block, column block) of a work item. Order "rows": consecutive items share a row block. Row blocks have MC rows of C,
+    column blocks are groups of panels."""
     if config.order == "rows":
         return item // column_blocks, item % column_blocks
     return item % row_blocks, item // row_blocks
@@ -141,6 +144,6 @@ def row_tiles(k, begin, full_end, end, rows: int, tile: Tile) -> Iterator[tuple[
 
 
 def prefetch_row(k, p, count: int, *, write: bool) -> None:
-    """Prefetch `count` elements from `p`."""
+    """Prefetch `count` elements from `p`. `write`: for stores, else for loads. One prefetch a cache line."""
     for line in range(0, count * p.itemsize, LINE):
         k.prefetch(p.bytes(line), write=write)

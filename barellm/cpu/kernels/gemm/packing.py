@@ -121,7 +121,8 @@ class PackBTransposed(PackTask):
     def __init__(self, k, panel, w, col, *, cols: int, stride: int, depth, even: bool, nr: int,
             fetch: Callable[[Value], None] | None = None) -> None:  # fmt: skip
         """`even`: depth is a whole number of chunks. `fetch(i)`: with chunk i, prefetch what is packed later (None: NEAR and FAR
-        chunks on)."""
+        chunks on). `nr`: columns of the panel, a multiple of `lanes`; `depth`: a Value where the last KC block is shorter.
+        `depth_chunks`: whole chunks of a column."""
         self.out, self.w, self.col, self.cols, self.stride, self.depth = panel.as_dtype("i32"), w, col, cols, stride, depth
         self.even, self.nr, self.fetch, self.vnni = even, nr, fetch or self._fetch_ahead, uses_vnni(k.isa, w.dtype)
         self.elements = 8 if self.vnni else 4  # of a column in a chunk
@@ -133,6 +134,8 @@ class PackBTransposed(PackTask):
         return self.w.at(column * self.stride)
 
     def _fetch_ahead(self, i) -> None:
+        """Prefetch what chunks i + NEAR (to L1) and i + FAR (to L2) read. It may name addresses beyond w, which a prefetch
+        ignores."""
         k, quarter = self.k, self.k.lanes // 4
         for lead, near in ((NEAR, True), (FAR, False)):
             j = i + lead
@@ -143,6 +146,7 @@ class PackBTransposed(PackTask):
 
     def chunk(self, i) -> None:
         """Pack 4 units of `lanes` columns."""
+        # First column in the panel, first element of the depth.
         k, c, d = self.k, i // self.depth_chunks * self.k.lanes, i % self.depth_chunks * self.elements
         self.fetch(i)
         # Vector r has in its 128-bit group g the 4 units of column 4 g + r, so that the transposed vectors have columns in order.
@@ -189,6 +193,8 @@ class PackB(PackTask):
         super().__init__(k, self.depth >> 1 if self.vnni else self.depth)
 
     def _load(self, row, v: int) -> Value:
+        """Vector of row `row` of b from panel column v on: raw 16-bit lanes with VNNI, else fp32; columns beyond `cols` are
+        zero."""
         mask = None if self.cols is None else self.k.mask_first(self.cols - (self.col + v))
         p = self.b.at(row * self.stride + self.col)
         return p.load_raw(v, mask) if self.vnni else p.load(v, mask)
@@ -253,8 +259,8 @@ class PackedA:
         with k.when(self.current.value.differs(number)):
             self.current.value, self.group.value, self.unit.value = number, k.int(0), k.int(0)
         self.b, self.first, self.last, self.depth = self.block(number)
-        self.whole = self.depth >> 1 if self.pair else self.depth
-        self.groups = k.ceil_div(self.last - self.first, self.tiles * self.rows)
+        self.whole = self.depth >> 1 if self.pair else self.depth  # whole units of a column
+        self.groups = k.ceil_div(self.last - self.first, self.tiles * self.rows)  # of tiles in the block
         self.per_call = (self.whole + calls * self.tiles - 1) // (calls * self.tiles)
 
     def tile(self, column) -> Pointer:
@@ -318,7 +324,7 @@ class PackedA:
         for v in range(0, rows, k.lanes):
             n = min(rows - v, k.lanes)
 
-            def load(row, v: int = v, n: int = n) -> Value:
+            def load(row, v: int = v, n: int = n) -> Value:  # n lanes of a row; masked: none beyond `cols` is read
                 p = b.at(row * self.stride + col + v)
                 if not masked:
                     return k.op(f"<{n} x {item}>", f"load <{n} x {item}>, ptr {p.ref}, align {b.itemsize}")
