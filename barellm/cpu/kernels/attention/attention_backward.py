@@ -31,9 +31,9 @@ SMALL_KEY_BLOCK = 64  # of a work item of two passes, where those of KEY_BLOCK a
 
 def attention_delta(k, delta, out, dout, *, batch, seq, heads, D, mask_spec) -> None:
     """delta (B, heads, T) fp32 = sum(dout * out) over each head's D channels, both (B, T, heads * D); see the module's formulas."""
-    C, T = heads * D, mask_spec.length(k, seq)
+    C, T = heads * D, mask_spec.length(k, seq)  # columns of a row, tokens of a sequence
     with k.parallel_range(k.size(batch) * T, 32) as (begin, end), k.loop(begin, end) as token:
-        target = delta.at(token // T * (heads * T) + token % T)
+        target = delta.at(token // T * (heads * T) + token % T)  # of head 0; a head is T further
         with k.loop(0, heads) as head:
             a, b = out.at(token * C + head * D), dout.at(token * C + head * D)
             total = k.to(0.0, k.vec)
@@ -59,17 +59,17 @@ def attention_backward_dkdv(k, dq, dkeys, dvalues, q, keys, values, dout, lse, d
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
     T, count = shape["mask_spec"].length(k, shape["seq"]), k.size(batch) * kv_heads  # heads of keys
     is_one_pass = use_one_pass(k, count)
-    enough = count * k.ceil_div(T, micro.KEY_BLOCK) >= k.threads * 4
+    enough = count * k.ceil_div(T, micro.KEY_BLOCK) >= k.threads * 4  # work items for all threads
     step = k.select(is_one_pass | enough, k.int(micro.KEY_BLOCK), SMALL_KEY_BLOCK)
     blocks = k.ceil_div(T, step)
-    add = [k.keep(mode) for mode in modes]
+    add = [k.keep(mode) for mode in modes]  # i1, or None: never
     per_head = k.select(is_one_pass, k.int(1), blocks)  # work items of a head of keys
     group = heads // kv_heads
     with amx.tile_registers(k, micro.Geometry.of(k.isa, q.dtype, D).tiles), k.parallel_for(count * per_head) as item:
         index, position = item // per_head, item % per_head  # head of keys over all sequences; block of keys
         # The first block is the longest: long and short ones alternate, for a thread's items are adjacent.
         start = k.select((position & 1).equals(0), position >> 1, per_head - 1 - (position >> 1))
-        stop = k.select(is_one_pass, blocks, start + 1)
+        stop = k.select(is_one_pass, blocks, start + 1)  # blocks [start, stop)
         with query_heads(k, group) as group_index:
             h = BackwardHead(k, operands, index // kv_heads, index % kv_heads * group + group_index, heads=heads, kv_heads=kv_heads,
                 D=D, **shape)  # fmt: skip
@@ -78,7 +78,7 @@ def attention_backward_dkdv(k, dq, dkeys, dvalues, q, keys, values, dout, lse, d
             with k.when(is_one_pass):
                 micro.clear(k, s["dq"], k.ceil_div(T, g.queries) * (g.acc_rows * g.queries))
             with k.loop(start, stop) as block:
-                j0 = block * step
+                j0 = block * step  # first key
                 dk, dv = (
                     s[name] if group == 1 else s[name].at((block - start) * (micro.KEY_BLOCK * g.padded_D)) for name in ("dk", "dv")
                 )
@@ -99,8 +99,8 @@ def add_key_block(k, h: BackwardHead, T, j0, step, dk, dv, add, is_one_pass, is_
         for acc in (dk, dv):
             micro.clear(k, acc, micro.round_up(k, packed_keys, g.rows) * g.padded_D)
     with k.loop(h.first_query(j0), T, g.queries) as t:
-        shift, deltas = h.pack_queries(t, vnni=True)
-        num_keys = h.num_keys(j0, packed_keys, t)
+        shift, deltas = h.pack_queries(t, vnni=True)  # -lse log2(e) and delta, a lane each
+        num_keys = h.num_keys(j0, packed_keys, t)  # those that the group may see
         h.probabilities(j0, t, 0, num_keys, shift, deltas, for_dkdv=True)
         h.add_dkdv(0, num_keys, dk, dv)
         with k.when(is_one_pass):
@@ -124,10 +124,10 @@ def attention_backward_dq(k, dq, dkeys, dvalues, q, keys, values, dout, lse, del
         index = item // blocks
         h = BackwardHead(k, operands, index // heads, index % heads, heads=heads, kv_heads=kv_heads, D=D, **shape)
         g, s = h.g, h.s
-        t = (blocks - 1 - item % blocks) * queries
+        t = (blocks - 1 - item % blocks) * queries  # first query; the longest items first
         shift, deltas = h.pack_queries(t, vnni=False)
         micro.clear(k, s["dq"], g.acc_rows * queries)
-        end = k.min(t + queries, T) if h.length is None else h.length
+        end = k.min(t + queries, T) if h.length is None else h.length  # of the keys
         with k.loop(0, end, micro.KEY_BLOCK) as j0:
             packed_keys = h.pack_keys(j0)
             micro.pack_left(k, g, s["k_rows"], packed_keys, s["k"])

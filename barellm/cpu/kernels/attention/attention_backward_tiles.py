@@ -60,7 +60,9 @@ class BackwardHead:
     def __init__(self, k, operands: Operands, sequence, head, *, seq, heads, kv_heads, D, strides, rate, length,
             mask_spec: attention_mask.MaskSpec) -> None:  # fmt: skip
         """Find the rows of query head `head` of sequence number `sequence`, and of its head of keys. `operands`: the kernel's;
-        `strides`: of q, k, v, dq, dk, dv; `rate` of dropout; `length`: queries whose dq accumulates in scratch."""
+        `strides`: of q, k, v, dq, dk, dv; `rate` of dropout; `length`: queries whose dq accumulates in scratch. Attributes: `g`,
+        geometry; `score_scale`, `softmax_scale_log2`: of scores, and times log2(e); `length`: keys that every query sees, None:
+        causal; `key_range`: windows or documents, else None; `key`: dropout's random key."""
         q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream = operands
         self.k, self.g = k, self.geometry(k.isa, q.dtype, D)
         self.rate = rate
@@ -68,7 +70,7 @@ class BackwardHead:
         self.score_scale, self.softmax_scale_log2 = mask_spec.score_scale(k, D), mask_spec.softmax_scale_log2(k, D)
         self.T, self.head = mask_spec.length(k, seq), head
         self.length = None if mask_spec.causal else self.T  # the keys that every query sees
-        token, counts = sequence * self.T, 2 * (heads, kv_heads, kv_heads)
+        token, counts = sequence * self.T, 2 * (heads, kv_heads, kv_heads)  # first row; heads of each tensor
         tensors = zip((q, keys, values, dq, dkeys, dvalues), counts, strides, strict=True)
         rows = [mask_spec.rows(p, token, micro.kv_head_of(head, heads, n), D=D, heads=n, stride=stride) for p, n, stride in tensors]
         self.q, self.keys, self.values, self.dq, self.dk, self.dv = rows
@@ -109,7 +111,7 @@ class BackwardHead:
         s["q"] and s["do"] as `vnni` blocks. Returns (-lse log2(e), by which exponents are shifted; delta), each g.vectors vectors,
         a lane for each query; zero for queries that do not exist."""
         k, g, s = self.k, self.g, self.s
-        count = k.min(self.T - t, g.queries)
+        count = k.min(self.T - t, g.queries)  # queries that exist
         for source, name in ((self.q, "q"), (self.dout, "do")):
             rows = s["rows"] if g.pair == 2 or not vnni else s[name]
             micro.pack_tile(k, g, source.start(t), count, g.queries, rows)
@@ -142,7 +144,7 @@ class BackwardHead:
             return
         with k.loop(begin, num_keys, g.rows) as j:
             self._probability_tile(j, j0 + j, t, shift, key_bounds)
-            dp = micro.score_tile(k, g, s["v_rows"], j, s["do_transposed"])
+            dp = micro.score_tile(k, g, s["v_rows"], j, s["do_transposed"])  # [g.rows][g.vectors]
             ds = []
             for r in range(g.rows):
                 p = [s["p_tile"].load(r * g.queries + v * g.lanes) for v in range(g.vectors)]
@@ -160,12 +162,12 @@ class BackwardHead:
         are rows of g.vectors vectors, a lane for each query; slopes are emitted when they are taken. Stores, in units along the
         queries, s["p"] = P M and s["ds"] = dS with `for_dkdv`; without, only fp32 units of dS, which have no other layout."""
         k, g, s = self.k, self.g, self.s
-        per_row = g.queries // g.pair
+        per_row = g.queries // g.pair  # units of a row of P or dS
         dropped_p = p
         if self.rate:
             multipliers = [s["keep"].at((j + r) * g.queries).load(v * g.lanes) for v in range(g.vectors)]
             dropped_p, dp = ([x * m for x, m in zip(row, multipliers, strict=True)] for row in (p, dp))
-        ds = [x * (y - d) for x, y, d in zip(p, dp, delta, strict=True)]
+        ds = [x * (y - d) for x, y, d in zip(p, dp, delta, strict=True)]  # P before dropout: M is in dp
         if self.mask_spec.softcap:
             ds = [x * slope for x, slope in zip(ds, slopes, strict=True)]
         if for_dkdv:
@@ -194,7 +196,7 @@ class BackwardHead:
                     if is_visible is not None:
                         p = [k.select(is_visible(i, v), x, 0.0) for v, x in enumerate(p)]
                     dp = [s["dp_tile"].load(row_offset + v * g.lanes) for v in range(g.vectors)]
-                    slopes = (1.0 - y * y for y in scores)
+                    slopes = (1.0 - y * y for y in scores)  # a softcap's: 1 - tanh^2
                     ds.append(self._ds_of_key(j, i, p, dp, delta, slopes, for_dkdv=for_dkdv))
                 for v in range(g.vectors):
                     vnni = micro.pack_units(k, g, ds[0][v], ds[1][v])
@@ -231,7 +233,8 @@ class BackwardHead:
         return micro.tile_mask(self.k, self.g, t, key_bounds, self.length, None, key)
 
     def add_dkdv(self, begin, num_keys, dk, dv) -> None:
-        """dv += (P M)^T dO and dk, before scaling, += dS^T Q for keys [begin, num_keys) of a block and the group."""
+        """dv += (P M)^T dO and dk, before scaling, += dS^T Q for keys [begin, num_keys) of a block and the group. dk, dv
+        [key][g.padded_D] fp32: rows up to a tile of g.rows behind `num_keys` are written too."""
         k, g, s = self.k, self.g, self.s
         micro.accumulate_rows(k, g, dv, s["p"], s["do"], begin, num_keys)
         micro.accumulate_rows(k, g, dk, s["ds"], s["q"], begin, num_keys)

@@ -25,11 +25,12 @@ def select_chunk_count(k, heads, blocks, mask_spec: MaskSpec) -> Value:
     """The number of chunks of a sequence of `blocks` key blocks: of CHUNK_COUNTS that with the shortest makespan, estimated in
     GEMMs of a block, when `heads` heads of keys share these threads."""
     min_chunks = k.ceil_div(blocks, CHUNK // KEY_BLOCK)
+    # Key blocks that a query sees.
     window = blocks if mask_spec.window is None else k.min(mask_spec.keys_before(k) // KEY_BLOCK + 1, blocks)
     best, shortest = k.max(min_chunks, 1), k.int(1 << 62)
     for n in CHUNK_COUNTS:
         chunk_blocks = k.ceil_div(blocks, n)
-        rounds = k.ceil_div(heads * n, k.threads)
+        rounds = k.ceil_div(heads * n, k.threads)  # of work items, one a thread
         time = rounds * (chunk_blocks * INNER_COST + k.min(window, chunk_blocks) * BORDER_COST)
         better = (time < shortest) & (min_chunks <= n) & (blocks >= n)
         best, shortest = k.select(better, k.int(n), best), k.select(better, time, shortest)
@@ -55,7 +56,7 @@ def attention_backward_windowed(k, dq, dkeys, dvalues, q, keys, values, dout, ls
     ):
         per_head = k.ceil_div(blocks, chunk_blocks)
         index, first_block = item // per_head, item % per_head * chunk_blocks  # a head of keys, the chunk's first block
-        first, stop = first_block * KEY_BLOCK, k.min((first_block + chunk_blocks) * KEY_BLOCK, T)
+        first, stop = first_block * KEY_BLOCK, k.min((first_block + chunk_blocks) * KEY_BLOCK, T)  # positions of the chunk
         with query_heads(k, group) as group_index:
             h = BackwardHead(k, operands, index // kv_heads, index % kv_heads * group + group_index, **size_constants)
             is_first, is_last = (None, None) if group == 1 else (group_index.equals(0), group_index.equals(group - 1))
@@ -73,7 +74,7 @@ def add_chunk(k, h: BackwardHead, first_block, first, stop, is_first, is_last, a
     assert h.key_range is not None
     clear(k, s["dq"], k.ceil_div(stop - first, g.queries) * (g.acc_rows * g.queries))
     with k.loop(h.key_range.first_key(k, first) // KEY_BLOCK, k.ceil_div(stop, KEY_BLOCK)) as block:
-        j0, in_chunk = block * KEY_BLOCK, block >= first_block
+        j0, in_chunk = block * KEY_BLOCK, block >= first_block  # first key; whether dk and dv are this item's
         count = h.pack_keys(j0)
         pack_left(k, g, s["k_rows"], count, s["k"])
         offset = k.select(in_chunk, block - first_block, 0) * (KEY_BLOCK * g.padded_D)
@@ -81,8 +82,8 @@ def add_chunk(k, h: BackwardHead, first_block, first, stop, is_first, is_last, a
         with k.when(in_chunk if is_first is None else in_chunk & is_first):
             for acc in (dk, dv):
                 clear(k, acc, round_up(k, count, g.rows) * g.padded_D)
-        last = h.key_range.query_end(k, j0 + count - 1)
-        last = k.select(in_chunk, last, k.min(last, stop))
+        last = h.key_range.query_end(k, j0 + count - 1)  # behind the last query that sees a key
+        last = k.select(in_chunk, last, k.min(last, stop))  # of the queries that are computed
         with k.loop(k.max(j0, first), last, g.queries) as t:
             key_bounds = h.key_bounds(t)
             assert key_bounds is not None

@@ -68,7 +68,8 @@ def attend_queries(k, g, q, keys, values, out, lse, first, last, pos, dropout: m
     """The work item: out (last - first, D) and lse of the queries [first, last) of one head, by online softmax over all blocks of
     keys that they see. q, keys, values, out: HeadRows of one sequence, from token 0 on, and so lse (None: not stored). Query t is
     at position t, or pos + t with `cached`. `head`, `sample_key`: of the random bits of `dropout`; `key_range`: windows or
-    documents, None: neither; `length`: the number of keys of full attention, None: causal."""
+    documents, None: neither; `length`: the number of keys of full attention, None: causal. `pos`: of query 0 where `cached`, else
+    0. A group (`g`.queries of them, in lanes) has its own part of the accumulators in scratch `s`."""
     s = micro.blocks_of(k, scratch_units(g, dropout.rate if dropout else 0.0, key_range is not None))
     softmax_scale, softmax_scale_log2 = mask_spec.softmax_scale(k, g.D), mask_spec.softmax_scale_log2(k, g.D)
     first_keys, capped = s["first_keys"].as_dtype("i32"), partial(mask_spec.capped, k, D=g.D)
@@ -79,13 +80,13 @@ def attend_queries(k, g, q, keys, values, out, lse, first, last, pos, dropout: m
         if key_range:
             key_range.store_first_keys(k, g, pos + t if cached else t, first_keys.at(group * g.queries))
 
-    end = pos + last if length is None else length
+    end = pos + last if length is None else length  # behind the last key that any query sees
     first_position = pos + first if cached and key_range else first
     with k.loop(key_range.first_key(k, first_position) & -micro.KEY_BLOCK if key_range else 0, end, micro.KEY_BLOCK) as j0:
-        count = k.min(end - j0, micro.KEY_BLOCK)
+        count = k.min(end - j0, micro.KEY_BLOCK)  # keys of the block
         micro.pack_tile(k, g, keys.start(j0), count, micro.round_up(k, count, g.rows), s["k"])
         micro.pack_tile(k, g, values.start(j0), count, micro.round_up(k, count, g.rows), s["v_rows"])
-        v_block = micro.pack_left(k, g, s["v_rows"], count, s["v"])
+        v_block = micro.pack_left(k, g, s["v_rows"], count, s["v"])  # V as the left operand of V^T P
         with k.loop(first, last, g.queries) as t:
             # Keys of this block that the group's queries see.
             stop = pos + k.min(t + g.queries, last) if length is None else length
@@ -105,7 +106,8 @@ def attend_queries(k, g, q, keys, values, out, lse, first, last, pos, dropout: m
 
 def init_softmax(k, g, s, q, t, last, group, lowest: float) -> None:
     """Begin the online softmax of the group of queries from t on, those before `last`: pack q (HeadRows) into s["q"] of layout
-    `transposed`, zero the accumulator s["acc"] [D][queries], set maxima in s["stats"] [2][g.queries] to `lowest` and sums to 0."""
+    `transposed`, zero the accumulator s["acc"] [D][queries], set maxima in s["stats"] [2][g.queries] to `lowest` and sums to 0.
+    `g`: geometry, `s`: scratch, `group`: index of the group in the work item."""
     micro.pack_tile(k, g, q.start(t), k.min(last - t, g.queries), g.queries, s["q_rows"])
     micro.transpose_tile(k, g, s["q_rows"], s["q"].at(group * g.transposed_units))
     micro.clear(k, s["acc"].at(group * g.accumulator_units()), g.acc_rows * g.queries)
@@ -119,8 +121,9 @@ def online_softmax_step(k, g, s, group, v_block, begin, num_keys, softmax_scale_
     """Add the packed keys [begin, num_keys) of a block to a group's softmax: m' = max(m, scores), alpha = exp(m - m'), sum = alpha
     sum + p, acc = alpha acc + V^T p. Updates s["stats"] [maximum, sum][g.queries] and s["acc"] [D][queries] fp32. `v_block`: V as
     `pack_left` returned it; s["k"] and s["q"]: packed K and Q. tile_mask(j): `tile_mask` of the tile from row j on; fill() writes
-    dropout's multipliers to s["keep"]; start(j): the tile's initial scores (position bias), None: zero; `capped`: softcap."""
-    stats = s["stats"].at(group * (2 * g.queries))
+    dropout's multipliers to s["keep"]; start(j): the tile's initial scores (position bias), None: zero; `capped`: softcap. `g`,
+    `s`, `group`: as in `init_softmax`, which comes first."""
+    stats = s["stats"].at(group * (2 * g.queries))  # [maximum, sum][g.queries]
     transposed, acc = s["q"].at(group * g.transposed_units), s["acc"].at(group * g.accumulator_units())
     for v, top in enumerate(score_key_block(k, g, s, transposed, begin, num_keys, tile_mask, start, capped)):
         before = stats.load(v * g.lanes)
@@ -136,7 +139,8 @@ def online_softmax_step(k, g, s, group, v_block, begin, num_keys, softmax_scale_
 
 def finish_softmax(k, g, s, out, lse, t, last, group, softmax_scale) -> None:
     """End the online softmax of the group of queries from t on, those before `last`: out (HeadRows) = acc / sum, transposed through
-    s["out"], and lse = maximum * softmax_scale + ln(sum), None: not stored."""
+    s["out"], and lse = maximum * softmax_scale + ln(sum), None: not stored. `g`, `s`, `group`: as in `init_softmax`. Queries that
+    do not exist are not stored."""
     stats = s["stats"].at(group * (2 * g.queries))
     count = k.min(last - t, g.queries)
     total = [stats.load(g.queries + v * g.lanes) for v in range(g.vectors)]
@@ -161,7 +165,7 @@ def score_key_block(k, g, s, transposed, begin, num_keys, tile_mask: micro.TileM
         tile = [[capped(x) for x in row] for row in micro.score_tile(k, g, s["k"], j, transposed, start and start(j))]
         target = s["p"].at(j * g.queries)
 
-        partly_masked, make_mask = tile_mask(j)
+        partly_masked, make_mask = tile_mask(j)  # i1, and what emits the mask
         with k.when(partly_masked):
             is_visible = make_mask()
             masked = [[k.select(is_visible(r, v), x, float("-inf")) for v, x in enumerate(row)] for r, row in enumerate(tile)]
@@ -192,8 +196,8 @@ def probabilities(k, g, s, stats, softmax_scale_log2, begin, num_keys, dropout: 
         shift = {v: stats.load(v * g.lanes) * -softmax_scale_log2 for v in lanes}
         sums = {v: k.var_vec(0.0) for v in lanes}
         with k.loop(begin, num_keys, g.pair) as j:
-            rows = [s["p"].at((j + i) * g.queries) for i in range(g.pair)]
-            target = s["p"].at(j // g.pair * g.queries)
+            rows = [s["p"].at((j + i) * g.queries) for i in range(g.pair)]  # scores of a pair of keys
+            target = s["p"].at(j // g.pair * g.queries)  # never behind what is read next
             for v in lanes:
                 p = [micro.exp2_nonpositive(k, g, k.fma(row.load(v * g.lanes), softmax_scale_log2, shift[v])) for row in rows]
                 for x in p:
@@ -215,7 +219,7 @@ def attention(k, out, lse, q, keys, values, starts, stream, *, batch, seq, heads
     None. A work item is a block of queries of a head, the longest first. `batch`, `seq`: numbers or names of run-time scalars;
     `strides`: from a row of q, keys and values to the next, in elements."""
     g, T = micro.Geometry.of(k.isa, q.dtype, D), mask_spec.length(k, seq)
-    block, blocks = select_query_block(k, g, k.size(batch) * heads, T)
+    block, blocks = select_query_block(k, g, k.size(batch) * heads, T)  # queries of an item, items of a head
     dropout = micro.Dropout(rate, stream, heads) if rate else None
     with amx.tile_registers(k, g.tiles), k.parallel_for(k.size(batch) * heads * blocks) as item:
         sequence, head = item // (blocks * heads), item // blocks % heads
@@ -266,7 +270,7 @@ def append_to_caches(k, k_cache, v_cache, keys, values, positions, slots, *, bat
         cache_row, pos = cache_row_of(k, token // T, T, first_positions, slots, length)
         row = (cache_row * length + pos + token % T) * C
         for cache, new, stride in zip((k_cache, v_cache), (keys, values), strides, strict=True):
-            source, full = new.at(token * stride), C - C % k.lanes
+            source, full = new.at(token * stride), C - C % k.lanes  # new row, columns in whole vectors
             with k.loop(0, full, k.lanes) as c:
                 cache.store(source.load(c), row + c)
             if C % k.lanes:
@@ -289,7 +293,7 @@ def attention_cached(k, out, q, k_cache, v_cache, positions, slots, *, batch, se
         queries, dst = (micro.HeadRows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))
         cache_row, pos = cache_row_of(k, sequence, T, first_positions, slots, length)
         cached = [micro.HeadRows.of(cache, cache_row * length, kv_head, D=D, stride=C) for cache in (k_cache, v_cache)]
-        is_one_query = T.equals(1)
+        is_one_query = T.equals(1)  # at run time: both kernels are emitted
         begin = None if mask_spec.window is None else k.max(pos - mask_spec.window, 0)
         one_query_kernel = not exact or g.pair == 1 or D % 2 == 0  # an odd D: a row's last bf16 pair is half the next row's
         if one_query_kernel:

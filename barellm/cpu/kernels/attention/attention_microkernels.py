@@ -176,7 +176,7 @@ def vnni_pack(k, g, rows, tokens, dst) -> Pointer:
         return rows
     with k.loop(0, tokens, 2) as t:
         even, odd = rows.at(t * g.row_units).as_dtype("bf16"), rows.at((t + 1) * g.row_units).as_dtype("bf16")
-        target = dst.at((t >> 1) * g.padded_D)
+        target = dst.at((t >> 1) * g.padded_D)  # row t / 2 of the pairs
         for c in range(0, g.padded_D, g.lanes):
             target.store_raw(k.bitcast(k.interleave(even.load_raw(c), odd.load_raw(c)), k.vec), c)
     return dst
@@ -190,7 +190,7 @@ def pack_left(k, g, rows, count, dst) -> Pointer:
     with k.loop(0, count, amx.TILE_K) as t, k.loop(0, g.padded_D, g.lanes) as c:
         source = rows.at(t * g.row_units).as_dtype("bf16").at(c)
         target = dst.as_dtype("i32").at((t >> 1) * g.padded_D + c * amx.SIDE)
-        tokens = [source.load_raw(i * g.padded_D) for i in range(amx.TILE_K)]
+        tokens = [source.load_raw(i * g.padded_D) for i in range(amx.TILE_K)]  # TILE_K tokens x `lanes` columns
         square = [k.bitcast(k.interleave(*pair), k.ivec) for pair in zip(tokens[::2], tokens[1::2], strict=True)]
         for i, column in enumerate(transpose(k, square)):
             target.store_raw(column, i * amx.SIDE)
@@ -201,7 +201,7 @@ def transpose_tile(k, g, rows, dst) -> None:
     """Transpose g.queries tokens of `rows`, a block written by `pack_tile`, into dst as a `transposed` block
     [g.row_units][g.queries], in register squares of `lanes` x `lanes` units."""
     with k.loop(0, g.queries, g.lanes) as v, k.loop(0, g.row_units, g.lanes) as c:
-        source, target = rows.at(v * g.row_units + c), dst.at(c * g.queries + v)
+        source, target = rows.at(v * g.row_units + c), dst.at(c * g.queries + v)  # of a square: tokens v.., units c..
         square = [source.load(i * g.row_units) for i in range(g.lanes)]
         for i, column in enumerate(transpose(k, square)):
             target.store(column, i * g.queries)
@@ -209,7 +209,8 @@ def transpose_tile(k, g, rows, dst) -> None:
 
 def transpose_accumulator(k, g, transposed, dst, factor) -> None:
     """dst [queries][g.padded_D] fp32 = `factor` times the transpose of the accumulator `transposed` [D][queries] fp32, that
-    `accumulate_transposed` left; `factor`: g.vectors vectors, a lane for each query."""
+    `accumulate_transposed` left; `factor`: g.vectors vectors, a lane for each query. Reads and writes whole squares: rows of the
+    accumulator from D to g.padded_D are padding of its scratch, and so are dst's columns."""
     for v in range(g.vectors):
         with k.loop(0, g.padded_D, g.lanes) as d:
             source = transposed.at(d * g.queries)
@@ -303,7 +304,7 @@ def accumulate_transposed(k, g, acc, vnni, right, begin, end, factor=None) -> No
     """acc [D][queries] fp32 = acc * factor + X^T R over the tokens [begin, end): the GEMM of P V and dS K, transposed. X (tokens,
     D) was packed by `pack_left`; R (tokens, queries) has units along the tokens (`probabilities`, dS). `factor`: g.vectors vectors,
     a lane for each query (the online softmax's rescaling), None: 1. `begin`: a Value or 0; AMX: multiples of 32."""
-    tokens = end
+    tokens = end  # how many
     if isinstance(begin, Value):
         vnni, right = vnni.at(begin // g.pair * g.padded_D), right.at(begin // g.pair * g.queries)
         tokens = end - begin
@@ -357,7 +358,7 @@ def clear(k, block, units) -> None:
 def exp2_nonpositive(k, g, x) -> Value:
     """2^x for x <= 0 (up to rounding); 0 at -infinity, NaN for NaN. x = n + f: 2^f is a polynomial; n is added to the exponent."""
     x = k.max(-127.0, x)  # an exponent field of zero; of a NaN this is the NaN
-    shifted = x + MAGIC
+    shifted = x + MAGIC  # rounds x to an integer n, in the low bits
     p = polynomial(k, x - (shifted - MAGIC), EXP2_SHORT if g.pair == 2 else EXP2)
     return k.bitcast(k.bitcast(p, k.ivec) + (k.bitcast(shifted, k.ivec) << 23), k.vec)
 
@@ -437,9 +438,10 @@ class Dropout:
     def fill(self, k, g, dst, key, head, query, first, count) -> None:
         """dst [key][g.queries] fp32 = multipliers 0 or 1 / (1 - rate) of the keys [first, first + count) for the queries from
         `query` on, by `key` and the query head. `first`: a multiple of 32 = 2 HALF, for threefry gives words of keys HALF apart."""
+        # Number of (query, head), in lanes.
         rows = [k.splat((query + v * g.lanes) * self.heads + head) + k.iota() * self.heads for v in range(g.vectors)]
         with k.loop(0, count, 2 * HALF) as block, k.loop(0, HALF) as i:
-            call = k.splat(((first + block) >> 1) + i)
+            call = k.splat(((first + block) >> 1) + i)  # call number of the generator
             target = dst.at((block + i) * g.queries)
             for v, row in enumerate(rows):
                 for half, word in enumerate(threefry(k, key[0], key[1], call, row)):

@@ -31,15 +31,16 @@ def one_query_units(g) -> dict[str, int]:
 def attend_one_query_exactly(k, g, q, keys, values, out, first, count, mask_spec: MaskSpec) -> None:
     """out (D) = softmax(q K^T) V of one query q over the keys [first, count) (`first` None: 0), by online softmax over blocks of
     KEY_BLOCK keys. `keys`, `values`: HeadRows of the KV cache. Scratch (`one_query_units`): "q" (1, D) units, "transposed"
-    [D][keys], "p" and "p_units" [KEY_BLOCK] probabilities, "acc" [g.padded_D] fp32. `mask_spec`: scale and softcap."""
+    [D][keys], "p" and "p_units" [KEY_BLOCK] probabilities, "acc" [g.padded_D] fp32. `mask_spec`: scale and softcap. `g`: the
+    geometry of several queries, whose order of operations is kept; `wide`: keys as lanes."""
     wide, s = one_query_geometry(g), micro.blocks_of(k, one_query_units(g))
     scale_log2 = mask_spec.softmax_scale_log2(k, g.D)
     micro.pack_tile(k, g, q, k.int(1), 1, s["q"])
     micro.clear(k, s["acc"], g.padded_D)
-    highest = k.var_vec(float("-inf") if first is None else LOWEST)
-    total = k.var_vec(0.0)
+    highest = k.var_vec(float("-inf") if first is None else LOWEST)  # the maximum so far, in all lanes
+    total = k.var_vec(0.0)  # and the sum
     with k.loop(0 if first is None else first & -micro.KEY_BLOCK, count, micro.KEY_BLOCK) as j0:
-        end = k.min(count - j0, micro.KEY_BLOCK)
+        end = k.min(count - j0, micro.KEY_BLOCK)  # keys of the block
         begin = 0 if first is None else k.max(first - j0, 0) & -wide.queries
         top = k.var_vec(float("-inf"))
         with k.loop(begin, end, wide.queries) as j:
@@ -57,7 +58,7 @@ def attend_one_query_exactly(k, g, q, keys, values, out, first, count, mask_spec
                 top.value = k.max(score, top.value)
         before = highest.value
         highest.value = k.max(k.splat(k.maximum(top.value)), before)
-        alpha = micro.exp2_nonpositive(k, g, (before - highest.value) * scale_log2)
+        alpha = micro.exp2_nonpositive(k, g, (before - highest.value) * scale_log2)  # rescales what came before
         shift = highest.value * -scale_log2
         with k.loop(begin, end, g.lanes) as j:
             p = micro.exp2_nonpositive(k, g, k.fma(s["p"].load(j), scale_log2, shift))

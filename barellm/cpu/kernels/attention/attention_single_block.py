@@ -62,7 +62,7 @@ def pack_head(k, g, source, count, *, rows=None, transposed=None, vnni=None) -> 
     with k.loop(0, micro.round_up(k, count, g.queries), g.lanes) as t:
         for c in range(0, g.row_units, g.lanes):
             square = [k.var(k.const(0, k.ivec)) for _ in range(g.lanes)]  # rows t, t + 1, ... of `lanes` units
-            all_rows = (t + g.lanes) <= count
+            all_rows = (t + g.lanes) <= count  # else missing rows stay zero
             with k.when(all_rows):
                 for i, x in enumerate(square):
                     x.value = source[t + i].as_dtype("i32").load_raw(c)
@@ -79,6 +79,7 @@ def pack_head(k, g, source, count, *, rows=None, transposed=None, vnni=None) -> 
                 halves = [k.bitcast(x, f"<{2 * g.lanes} x i16>") for x in units]
                 for i in range(0, g.lanes, 2):
                     for half in range(2):
+                        # Pairs (row t + i, row t + i + 1) of columns.
                         order = [n + half * g.lanes + m for n in range(g.lanes) for m in (0, 2 * g.lanes)]
                         pairs = k.bitcast(k.shuffle(halves[i], halves[i + 1], order), k.ivec)
                         vnni.as_dtype("i32").store_raw(pairs, ((t + i) >> 1) * g.padded_D + 2 * c + half * g.lanes)
@@ -88,7 +89,8 @@ def pack_head(k, g, source, count, *, rows=None, transposed=None, vnni=None) -> 
 
 
 def store_tile_rows(k, g, tile, dst, first, c, count, factors) -> None:
-    """dst[first + r] (HeadRows) from column c = row r of a register tile [row][vector] times factors[r] (rows below `count`)."""
+    """dst[first + r] (HeadRows) from column c = row r of a register tile [row][vector] times factors[r] (rows below `count`).
+    `factors`: a vector or number for each row; `first`, `count`: rows of dst."""
 
     all_rows = (first + len(tile)) <= count
     for needs_check, branch in ((False, k.when), (True, k.otherwise)):
@@ -146,7 +148,7 @@ def attention_single_block(k, out, lse, q, keys, values, *, batch, seq, heads, k
                 value = k.fma(highest[v], mask_spec.score_scale(k, D), ln(k, totals[v]))
                 lse.at(item * T + t).store(value, v * g.lanes, k.mask_first(T - t - v * g.lanes))
             with k.loop(0, g.queries, g.rows) as i:
-                pairs = k.ceil_div(k.min(t + i + g.rows, T), 2)
+                pairs = k.ceil_div(k.min(t + i + g.rows, T), 2)  # key pairs that the last of these queries sees
                 factors = [k.splat(s["inverse"].get(i + r)) for r in range(g.rows)]
                 gemm_rows(k, g, micro.BroadcastOperand(s["p"].at(i), 1, g.queries), s["v"], pairs, dst, t + i, T, factors)
 
@@ -204,7 +206,7 @@ def attention_backward_single_block(k, dq, dkeys, dvalues, q, keys, values, dout
     group = heads // kv_heads
     s = micro.blocks_of(k, backward_units(g, group > 1))
     scale, ones = [mask_spec.score_scale(k, D)] * g.rows, [1.0] * g.rows
-    half = MAX_SEQ // 2
+    half = MAX_SEQ // 2  # units of a row of "p" and "ds"
     with k.parallel_for(k.size(batch) * kv_heads) as item:
         sequence, kv_head = item // kv_heads, item % kv_heads
         token = sequence * T
@@ -224,7 +226,7 @@ def attention_backward_single_block(k, dq, dkeys, dvalues, q, keys, values, dout
             pack_head(
                 k, g, micro.HeadRows.of(dout, token, head, D=D, stride=heads * D), T, transposed=s["do_transposed"], vnni=s["do"]
             )
-            head_row = (sequence * heads + head) * T
+            head_row = (sequence * heads + head) * T  # of lse and delta
             with k.loop(0, micro.round_up(k, T, g.queries), g.lanes) as t:
                 mask = k.mask_first(T - t)
                 s["shift"].store(lse.at(head_row).load(t, mask) * -log2(e), t)
@@ -234,7 +236,7 @@ def attention_backward_single_block(k, dq, dkeys, dvalues, q, keys, values, dout
             # dV = P^T dO and dK = dS^T Q, for g.rows keys at a time: only the queries from key j on see it.
             pairs = k.ceil_div(T, 2)
             with k.loop(0, T, g.rows) as j:
-                u = j >> 1
+                u = j >> 1  # the first pair of queries
                 for name, vnni, (dst, factors) in zip(("p", "ds"), ("do", "q"), sums, strict=True):
                     left, right = micro.BroadcastOperand(s[name].at(j * half + u), half, 1), s[vnni].at(u * g.padded_D)
                     gemm_rows(k, g, left, right, pairs - u, dst, j, T, factors, add=group > 1)
@@ -251,7 +253,8 @@ def attention_backward_single_block(k, dq, dkeys, dvalues, q, keys, values, dout
 def single_block_gradients(k, g, s, t, softmax_scale_log2: float) -> None:
     """P = exp(S - lse) and dS = P (dP - delta) of the group of queries from t on, with S = K Q^T and dP = V dO^T. Writes s["p"] and
     s["ds"], [key] [MAX_SEQ / 2] bf16 pairs along the queries, and s["ds_vnni"] = dS, [key / 2] [MAX_SEQ] pairs along the keys.
-    Operands: packed by `pack_head`; s["shift"] = -lse log2(e) and s["delta"], [query] fp32."""
+    Operands: packed by `pack_head`; s["shift"] = -lse log2(e) and s["delta"], [query] fp32. `g`, `s`: geometry, scratch
+    (`backward_units`); tiles of the causal half only, so what is not written is not read."""
     for j, rows, first, needs_mask in causal_tiles(k, g, t):  # `rows` keys from j on x the queries of the vectors from `first` on
         lanes = range(first, g.vectors)
         shape = {"rows": rows, "vectors": len(lanes)}
@@ -273,7 +276,7 @@ def single_block_gradients(k, g, s, t, softmax_scale_log2: float) -> None:
             for i in (r, r + 1):
                 p = [s["p_tile"].load((i * len(lanes) + n) * g.lanes) for n in range(len(lanes))]
                 ds.append([x * (y - d) for x, y, d in zip(p, dp[i], deltas, strict=True)])
-                unit = (j + i) * (MAX_SEQ // 2) + (first_query >> 1)
+                unit = (j + i) * (MAX_SEQ // 2) + (first_query >> 1)  # of key j + i
                 micro.store_units(k, g, s["p"].at(unit), p)
                 micro.store_units(k, g, s["ds"].at(unit), ds[-1])
             for n, (even, odd) in enumerate(zip(*ds, strict=True)):

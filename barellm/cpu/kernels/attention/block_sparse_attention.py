@@ -108,7 +108,8 @@ def block_sparse_attention(k, out, lse, q, keys, values, rows, masks, relative, 
     """The kernel: out (B, T, heads * D) and lse (B, heads, T) over the blocks of keys that the table `rows` lists for each block of
     queries; `masks`: see `BlockTable`. `relative` (distances, heads * D): the vectors of a relative position bias, or None. A work
     item is a block of queries: pack Q, then for as many listed blocks as fit into KEY_BLOCK rows gather K and V and do one step of
-    the online softmax for each group of queries."""
+    the online softmax for each group of queries. `block`: queries or keys of a block; `lists`, `entries`: sizes of the table;
+    `distances`: first and last that have a bias, or None."""
     g, T = geometry(k.isa, q.dtype, D, block, tiles=relative is None), k.size(seq)
     s = micro.blocks_of(k, scratch_units(g, block, distances))
     softmax_scale, softmax_scale_log2 = PLAIN.softmax_scale(k, D), PLAIN.softmax_scale_log2(k, D)
@@ -117,7 +118,7 @@ def block_sparse_attention(k, out, lse, q, keys, values, rows, masks, relative, 
     with amx.tile_registers(k, g.tiles), k.parallel_for(k.size(batch) * heads * blocks) as item:
         sequence, head = item // (blocks * heads), item // blocks % heads
         row = blocks - 1 - item % blocks  # longest first in a causal layout
-        first = row * block
+        first = row * block  # queries [first, last)
         last = k.min(first + block, T)
         token = sequence * T
         q_rows, k_rows, v_rows = (
@@ -128,7 +129,7 @@ def block_sparse_attention(k, out, lse, q, keys, values, rows, masks, relative, 
         bias = relative_bias_of(k, g, s, block, relative, head, heads, distances)
         with k.loop(first, last, g.queries) as t:
             init_softmax(k, g, s, q_rows, t, last, (t - first) // g.queries, LOWEST)
-        begin, end = table.entries_of(head * (lists // heads) + row)
+        begin, end = table.entries_of(head * (lists // heads) + row)  # the row's blocks of keys
         with k.loop(begin, end, blocks_per_pack(block)) as entry:
             num_blocks = k.min(end - entry, blocks_per_pack(block))
             gather(k, g, table, ((k_rows, s["k"]), (v_rows, s["v_rows"])), entry, num_blocks, T)

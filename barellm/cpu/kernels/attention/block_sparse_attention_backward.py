@@ -116,6 +116,7 @@ class BlockSparseHead(BackwardHead):
                 self.bias_scores(num_blocks)
                 self.probabilities(k.int(0), t, 0, num_blocks * block, shift, deltas, for_dkdv=True)
                 with k.when(is_one_pass), k.loop(0, num_blocks) as i:
+                    # Where packed block i's keys are in dk, less i blocks.
                     at = (self.table.block_of(entry + i) - i) * (block * g.padded_D)
                     self.add_dkdv(i * block, (i + 1) * block, s["dk"].at(at), s["dv"].at(at))
                 dq = s["dq"].at((t - first) * g.acc_rows)
@@ -144,11 +145,11 @@ def block_sparse_attention_backward_rows(k, dq, dkeys, dvalues, q, keys, values,
     of the relative bias's gradient. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v, dq, dk, dv."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
     table, T, group = BlockTable(k, rows, masks, block, lists, entries), k.size(shape["seq"]), heads // kv_heads
-    shared, blocks = k.size(batch) * kv_heads, k.ceil_div(T, block)
+    shared, blocks = k.size(batch) * kv_heads, k.ceil_div(T, block)  # heads of keys, rows of a layout
     is_one_pass, padded = use_one_pass(k, shared), lists // heads * block
     add = [k.keep(mode) for mode in modes]
     part_rows = k.int(1) if relative is None else rows_per_part(k, batch, kv_heads, blocks)
-    parts = k.ceil_div(blocks, part_rows)
+    parts = k.ceil_div(blocks, part_rows)  # of a head's rows
     g = geometry(k.isa, q.dtype, shape["D"], block, tiles=relative is None)
     with amx.tile_registers(k, g.tiles), k.parallel_for(shared * k.select(is_one_pass, k.int(1), parts)) as item:
         index = k.select(is_one_pass, item, item // parts)  # of the head of keys, over all sequences
@@ -183,9 +184,9 @@ def block_sparse_attention_backward_columns(k, dq, dkeys, dvalues, q, keys, valu
     whose table `columns` lists blocks of queries. Other parameters as in `block_sparse_attention_backward_rows`."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
     table, T, group = BlockTable(k, columns, masks, block, lists, entries), k.size(shape["seq"]), heads // kv_heads
-    shared, blocks = k.size(batch) * kv_heads, k.ceil_div(T, block)
+    shared, blocks = k.size(batch) * kv_heads, k.ceil_div(T, block)  # heads of keys, columns of a layout
     add = [k.keep(mode) for mode in modes]
-    padded = lists // heads * block
+    padded = lists // heads * block  # tokens of a sequence, padded to blocks
     g = geometry(k.isa, q.dtype, shape["D"], block, tiles=relative is None)
     items = k.select(use_one_pass(k, shared), k.int(0), shared * blocks)
     with amx.tile_registers(k, g.tiles), k.parallel_for(items) as item:

@@ -79,6 +79,8 @@ class HeadLoop:
     """The parallel loop over all heads of all rows, and the loads, stores and sums of a head's vectors."""
 
     def __init__(self, k, cos, sin, *, batch, seq, half, heads, kv_heads, paired, shift, back) -> None:
+        """cos, sin: the tables; `back`: rotate by the negative angle. Attributes: `count` heads of a row of W columns, `D` of each,
+        of which `half` rotate; `step`: heads that share a row of angles; T, `rows`: positions, of all sequences."""
         self.k, self.tables, self.half, self.back = k, (cos, sin), half, back
         self.heads, self.count, self.step, self.shift = heads, heads + kv_heads, 2 if paired else 1, shift
         self.T = k.size(seq)
@@ -90,6 +92,7 @@ class HeadLoop:
         at a time, each with its own angles. With `shift` the heads of keys have a loop of their own."""
         k, quarter = self.k, self.half // 2  # planes of a head
         parts = [(0, self.heads, False), (self.heads, self.count, True)] if self.shift else [(0, self.count, False)]
+        # Whether factors of all columns fit half the registers.
         cached = 2 * self.step * -(-self.half // k.lanes) <= k.isa.registers // 2
         with k.parallel_range(self.rows, row_grain(self.W)) as (begin, end), k.loop(begin, end) as row:
             t = row % self.T
@@ -106,7 +109,7 @@ class HeadLoop:
         """(index, first column, mask) of each of a head's vectors that has columns in [low, high); mask None: all."""
         k, vectors = self.k, []
         for j, c in enumerate(range(0, self.D, k.lanes)):
-            first, last = max(low - c, 0), min(high - c, k.lanes)
+            first, last = max(low - c, 0), min(high - c, k.lanes)  # lanes of the vector
             if first < last:
                 lanes = ", ".join(f"i1 {'true' if first <= i < last else 'false'}" for i in range(k.lanes))
                 vectors.append((j, c, None if last - first == k.lanes else Value(k, f"<{k.lanes} x i1>", f"<{lanes}>")))

@@ -90,7 +90,7 @@ class RelativePositionBias:
     def bias_of_queries(self, block_distance, i, query, transposed) -> None:
         """s["bias"] [distance][g.queries] fp32 of packed block i of keys = R Q^T: R, the vectors of distances that `pack_tile` left
         in s["r_rows"]; Q, a group of queries packed as `transposed`, from `query` of its block on. Other distances: zeros."""
-        k, g, rows = self.k, self.g, self.block + self.g.queries
+        k, g, rows = self.k, self.g, self.block + self.g.queries  # rows of a tile of distances
         _, begin, end = self.window(block_distance, query)
         dst, vectors = (self.s["bias"].at(i * (rows * g.queries)), self.s["r_rows"].at(i * (2 * self.block * g.row_units)))
         micro.clear(k, dst, begin * g.queries)
@@ -132,7 +132,7 @@ class RelativePositionBias:
         keys and the group of queries from `query` of its block on. dB is dS along diagonals, s["ds_padded"] from `record_ds`, as
         s["dbias"] (units along the queries) and s["dbias_vnni"] (distances)."""
         k, g, s = self.k, self.g, self.s
-        rows = self.block + 2 * g.queries
+        rows = self.block + 2 * g.queries  # of a padded block of dS
         zero, begin, end = self.window(block_distance, query)  # `zero`: the distance of row 0 of the tile
         ds = s["ds_padded"].at(i * (rows * g.queries))
         dbias, vnni = s["dbias"], s["dbias_vnni" if g.pair == 2 else "dbias"]
@@ -160,7 +160,7 @@ def load_diagonals(k, g, rows, top) -> list[list[Value]]:
     step blends rows 1, 2, 4, ... apart by the next bit of the lane's index, so that lane l ends up l rows further."""
     tile: list[list[Value]] = [[] for _ in range(g.rows)]
     for v in range(g.vectors):
-        below = rows.at((top - (g.rows - 1) + v * g.lanes) * g.queries + v * g.lanes)
+        below = rows.at((top - (g.rows - 1) + v * g.lanes) * g.queries + v * g.lanes)  # row of the last diagonal's lane 0
         window = [below.load(i * g.queries) for i in range(g.rows + g.lanes - 1)]
         bit = 1
         while bit < g.lanes:
