@@ -67,7 +67,7 @@ def pack_panels(k, panels, b, *, N, W) -> None:
     """The kernel: panels, [panel][word][step][column] = the bits of step s of word w of b (N, W) i32 for each column of the panel,
     an i32 or a byte each. Columns beyond the last repeat it."""
     tiling = Tiling.of(k.isa)
-    lanes, bits = k.lanes, 32 // tiling.steps
+    lanes, bits = k.lanes, 32 // tiling.steps  # bits of a step
     with k.parallel_for(ceil_div(N, tiling.columns)) as panel:
         dst = panels.bytes(panel * (W * tiling.word_bytes))
         with k.loop(0, tiling.columns, lanes) as column:
@@ -77,7 +77,7 @@ def pack_panels(k, panels, b, *, N, W) -> None:
                 for i, row in enumerate(rows):
                     word = k.op("i32", f"load i32, ptr {row.at(w).ref}, align 4")
                     words = k.op(k.ivec, f"insertelement {words.typed}, {word.typed}, i64 {i}")
-                at = dst.bytes(w * tiling.word_bytes)
+                at = dst.bytes(w * tiling.word_bytes)  # the panel's columns of word w
                 if tiling.name == "words":
                     k.line(f"store {words.typed}, ptr {at.bytes(column * 4).ref}, align 4")
                 for step in range(tiling.steps if tiling.name != "words" else 0):
@@ -92,7 +92,8 @@ class CountTile:
 
     def __init__(self, k, a, first, last, *, W: int, short: bool) -> None:
         """`last`: the last row of all; rows behind it count as it does and are not stored. `W`: words of a row; `short`: sums fit
-        16 bits."""
+        16 bits. Attributes: `rows`: the tile's rows of a; `tables` (nibbles: 16 of 16 bytes) and behind them `sums` in scratch;
+        `item`: (type, bytes) of a sum; `wide`: type of a vector of sums."""
         self.k, self.tiling, self.W = k, Tiling.of(k.isa), W
         self.rows = [a.at(k.min(first + r, last) * W) for r in range(self.tiling.rows)]
         self.tables, self.sums = k.thread_scratch(), k.thread_scratch().bytes(TABLES)
@@ -112,6 +113,7 @@ class CountTile:
         ([word][step][column], packed by `pack_panels`) to the sums in scratch: counted in registers, bytes (words: i32), so that
         end - begin is FLUSH at most, and then added."""
         k, tiling = self.k, self.tiling
+        # Of the bits that differ, in registers.
         counts = [[k.var(k.const(0, tiling.type)) for _ in range(tiling.vectors)] for _ in range(tiling.rows)]
         with k.loop(begin, end) as w:
             at = panel.bytes(w * tiling.word_bytes)
@@ -137,10 +139,10 @@ class CountTile:
         k, tiling = self.k, self.tiling
         if tiling.name == "nibbles":
             # The address of the nibble's table: 16 bytes each.
-            offset = ((word << 4) if step == 0 else word >> (4 * step - 4)) & 0xF0
+            offset = ((word << 4) if step == 0 else word >> (4 * step - 4)) & 0xF0  # 16 times the nibble
             wide = k.op("i64", f"zext {offset.typed} to i64")
             table = k.op("<16 x i8>", f"load <16 x i8>, ptr {self.tables.bytes(wide).ref}, align 16")
-            table = k.shuffle(table, None, [i % 16 for i in range(tiling.lanes)])
+            table = k.shuffle(table, None, [i % 16 for i in range(tiling.lanes)])  # pshufb looks up in each 128 bits
             name = "llvm.x86.avx2.pshuf.b" if tiling.lanes == 32 else "llvm.x86.avx512.pshuf.b.512"
             popcounts = [k.call(name, tiling.type, table, column) for column in columns]
         else:
@@ -161,16 +163,18 @@ class CountTile:
         return self.k.op(self.tiling.type, f'call {self.tiling.type} asm "", "={register},0"({count.typed})')
 
     def store(self, y, first, end, column, *, N: int, columns: int, mode: str) -> None:
-        """y (rows, N) = columns - 2 sums for rows from `first` on, below `end`, and the panel's columns, from `column` on, below N.
-        `columns`: signs of a row. Only a panel that reaches beyond the last column is stored with masks: AVX2's are slow."""
+        """y (rows, N) fp32 or 16-bit = columns - 2 sums, stored or added (`mode`), for the tile's rows, `first` and the next ones
+        as far as below `end`, and the panel's columns, `column` (i64) and the next ones as far as below N. `columns`: signs of a
+        row of a, so the dot product if none differs. N is known here: where panels do not divide it, both a branch without masks
+        and, for the last panel, one with masks are emitted, since AVX2's masked stores are slow."""
         k, tiling = self.k, self.tiling
-        whole = column + tiling.columns <= N
+        whole = column + tiling.columns <= N  # i1: all of the panel's columns exist
         for r in range(tiling.rows):
             with k.when(first + r < end):
                 dst = y.at((first + r) * N + column)
                 for masked, branch in ((False, k.when), (True, k.otherwise))[: 2 if N % tiling.columns else 1]:
                     with branch(whole):
-                        for c in range(0, tiling.columns, k.lanes):
+                        for c in range(0, tiling.columns, k.lanes):  # a vector of columns
                             mask = k.mask_first(N - column - c) if masked else None
                             dst.store(accumulate(k, dst, c, mask, self._dot_products(r, c, columns), mode), c, mask)
 
@@ -186,7 +190,8 @@ class CountTile:
 
 def count_signs(k, y, a, panels, *, N, W, columns, dims, inner, mode) -> None:
     """The kernel: y (rows, N) = columns - 2 popcount(a (rows, W) xor b), a in i32 words of signs, b packed as `panels` by
-    `pack_panels`: the GEMM of `columns` signs a row. A work item is ROWS rows of one panel."""
+    `pack_panels`: the GEMM of `columns` signs a row. A work item is ROWS rows of one panel. (dims, inner): their product is the
+    number of rows; `mode`: of y. W: words of a row."""
     tiling = Tiling.of(k.isa)
     if tiling.name == "nibbles":  # table of nibble n: popcount(n xor i) for each i
         for nibble in range(16):
@@ -201,7 +206,7 @@ def count_signs(k, y, a, panels, *, N, W, columns, dims, inner, mode) -> None:
         with k.loop(block * ROWS, end, tiling.rows) as first:
             tile = CountTile(k, a, first, end - 1, W=W, short=tiling.name != "words" and columns < SHORT)
             tile.clear()
-            words = W if tiling.name == "words" else FLUSH
+            words = W if tiling.name == "words" else FLUSH  # that are counted before sums are wider
             with k.loop(0, W, words) as begin:
                 tile.count_words(packed, begin, k.min(begin + words, W))
             tile.store(y, first, end, panel * tiling.columns, N=N, columns=columns, mode=mode)

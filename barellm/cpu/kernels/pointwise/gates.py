@@ -49,7 +49,7 @@ def gate_logits_backward(k, partials, dx, dextra, dz, x, extra, weight, *, N, wi
     """The kernel: [dx, dextra] = dz @ weight, and partials (chunks, N, K) fp32 = dz^T @ [x, extra] of each chunk of rows, in one
     pass. Sums of few gates stay in registers, of many in L1. `strides`: of x, extra; `dstrides`, `modes`: of dx, dextra."""
     K = sum(widths)
-    starts = [sum(widths[:i]) for i in range(len(widths))]
+    starts = [sum(widths[:i]) for i in range(len(widths))]  # first column of weight for x, for extra
     vectors = [(i, c, mask) for i, columns in enumerate(widths) for c, mask in k.columns(columns)]
     in_registers = N * len(vectors) <= k.isa.registers // 2
     with chunks_of_rows(k, partials, k.num_elements(dims) * inner, N * K, 1) as (dst, begin, end):
@@ -58,7 +58,7 @@ def gate_logits_backward(k, partials, dx, dextra, dz, x, extra, weight, *, N, wi
         with k.loop(begin, end) as row:
             dz_row = dz.at(row * N)
             for v, (i, c, mask) in enumerate(vectors):  # vector v: columns from c on of x (i = 0) or extra (1)
-                src, d = (x, extra)[i], (dx, dextra)[i].at(row * dstrides[i])
+                src, d = (x, extra)[i], (dx, dextra)[i].at(row * dstrides[i])  # operand, its gradient's row
                 value, total, w = src.at(row * strides[i]).load(c, mask), k.var_vec(0.0), starts[i] + c
 
                 for n in loops.steps(k, 0, N, unrolled=in_registers):  # gate n's part of dx, and of its row of dweight
@@ -118,7 +118,7 @@ def gate_scale(k, factor, scale: float, *, squash: bool) -> tuple[Value, Value |
 def gated(k, y, base, x, z, factor, *, batch, seq, C, N, strides, scale, squash, shift, mode_y) -> None:
     """The kernel: y (rows, C) = base + gate * x[t - shift] (x before the sequence's begin: 0), gate = gate_scale * sigmoid(z), z
     (rows, N) fp32: one for each group of D = C / N columns; `base` None: 0. A row's gates are first computed to scratch."""
-    T, D, stride = k.size(seq), C // N, dict(strides)
+    T, D, stride = k.size(seq), C // N, dict(strides)  # positions, columns of a gate, row strides
     rows, gates = k.size(batch) * T, k.thread_scratch()
     factor_scale, _ = gate_scale(k, factor, scale, squash=squash)
     whole_lines = D % (loops.ROW_UNROLL * k.lanes) == 0
@@ -166,11 +166,12 @@ def gated_backward(k, partials, dx, dz, dy, x, z, factor, *, batch, seq, C, N, s
     """The kernel: dx[t - shift] = gate dy[t]; dz (rows, N) = gate_scale s (1 - s) dot, s = sigmoid(z) and dot = sum(dy x) over a
     group's columns; partials (chunks) = sums of s dot, for the factor's gradient. dy is read once: dx of a group of columns and its
     dot product in one pass. Scratch: a row's sigmoids, then its dots. `modes`: of dx and dz."""
-    T, D, stride = k.size(seq), C // N, dict(strides)
+    T, D, stride = k.size(seq), C // N, dict(strides)  # positions, columns of a gate, row strides
     rows, padded = k.size(batch) * T, -(-N // k.lanes) * k.lanes
     gates = k.thread_scratch()  # sigmoids of a row's gates, then `dots`, padded to vectors
     dots = gates.at(padded)
     factor_scale, derivative = gate_scale(k, factor, scale, squash=squash)
+    # Added to, or not in whole cache lines.
     to_caches = modes[0] != "store" or D % (loops.ROW_UNROLL * k.lanes) != 0 or stride["dx"] != C
     nontemporal = None if to_caches else rows * (C * dx.itemsize) > loops.STREAM_BYTES
     with chunks_of_rows(k, partials, rows, 1, 1) as (dst, begin, end):

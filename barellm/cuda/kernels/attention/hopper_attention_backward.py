@@ -57,15 +57,16 @@ def backward_producer_warp(
     a_ring, b_ring, stats_ring, full, empty = stream_pipeline
     STAGES: gl.constexpr = a_ring.shape[0]
     TILE_HEADS: gl.constexpr = H // GROUP_SIZE if DKV else H
+    # Of a block of a and b, and stats.
     NBYTES: gl.constexpr = 2 * a_map.block_type.nbytes + (stats_map.block_type.nbytes if DKV else 0)
-    i, t = 0, 0
+    i, t = 0, 0  # blocks and tiles so far: stages and phases of the rings
     for w in range(gl.program_id(0), items, gl.num_programs(0)):
         head, tile_row = query_tile(w, seq)
         sequence, group = head // TILE_HEADS, head % TILE_HEADS
-        row = sequence * seq
+        row = sequence * seq  # the sequence's first row in x, y, a, b
         ready = tile_full.index(t % 2)
         producer_acquire(tile_empty, t)
-        hopper.mbarrier.expect(ready, 4 * x_map.block_type.nbytes)
+        hopper.mbarrier.expect(ready, 4 * x_map.block_type.nbytes)  # two halves of x and of y
         for half in gl.static_range(2):
             at = [row + tile_row + half * WG_M, group * D]
             hopper.tma.async_copy_global_to_shared(x_map, at, ready, x_ring.index(2 * (t % 2) + half))
@@ -105,7 +106,7 @@ def backward_consumer_warpgroup(
     TILE_HEADS: gl.constexpr = H // GROUP_SIZE if DKV else H
     SCORES: gl.constexpr = wgmma_layout(STREAM_ROWS)
     SUMS: gl.constexpr = wgmma_layout(D)
-    i, t = 0, 0
+    i, t = 0, 0  # as in the producer warp
     for w in range(gl.program_id(0), items, gl.num_programs(0)):
         head, tile_row = query_tile(w, seq)
         first = tile_row + WG * WG_M  # of this consumer's rows
@@ -127,9 +128,9 @@ def backward_consumer_warpgroup(
             for n in range(begin, stop, STREAM_ROWS):
                 s = i % STAGES
                 consumer_wait(full, i)
-                p = issue_qk(x, a_ring.index(s), SCORES)
+                p = issue_qk(x, a_ring.index(s), SCORES)  # the scores, as yet
                 g = issue_qk(y, b_ring.index(s), SCORES)
-                p = hopper.warpgroup_mma_wait(1, deps=(p,))
+                p = hopper.warpgroup_mma_wait(1, deps=(p,))  # the older of the two
                 if DKV:
                     lse_row = load_stat_in_score_columns(stats_ring.index(s), 0, SCORES)
                 p = gl.exp2(p * SCALE_LOG2 - lse_row)
@@ -199,14 +200,14 @@ def hopper_attention_backward(
     NAME_map: tensor maps of the bf16 or fp16 operands (with DKV x, y, a, b are k, v, q, dout; else q, dout, k, v); `stats` (dq) and
     `stats_map` (DKV) are of what attention_stats wrote, (queries of all heads, STATS) fp32. `heads`: of the tiles, of all
     sequences. STAGES: of the streamed blocks, 2 at least. D is 64 or 128."""
-    x_ring = gl.allocate_shared_memory(x_map.dtype, [4, WG_M, D], x_map.layout)
+    x_ring = gl.allocate_shared_memory(x_map.dtype, [4, WG_M, D], x_map.layout)  # two tiles of two halves
     y_ring = gl.allocate_shared_memory(y_map.dtype, [4, WG_M, D], y_map.layout)
     a_ring = gl.allocate_shared_memory(a_map.dtype, [STAGES, STREAM_ROWS, D], a_map.layout)
     b_ring = gl.allocate_shared_memory(b_map.dtype, [STAGES, STREAM_ROWS, D], b_map.layout)
     tile_full, tile_empty = mbarriers(2), mbarriers(2)
     for s in gl.static_range(2):
-        hopper.mbarrier.init(tile_full.index(s), count=1)
-        hopper.mbarrier.init(tile_empty.index(s), count=2)
+        hopper.mbarrier.init(tile_full.index(s), count=1)  # the producer's expect
+        hopper.mbarrier.init(tile_empty.index(s), count=2)  # both consumers
     full, empty = mbarriers(STAGES), mbarriers(STAGES)
     for s in gl.static_range(STAGES):
         hopper.mbarrier.init(full.index(s), count=1)
@@ -218,7 +219,7 @@ def hopper_attention_backward(
     if DKV:
         stats_ring = gl.allocate_shared_memory(stats_map.dtype, [STAGES, STREAM_ROWS, STATS], stats_map.layout)
         stream_pipeline = (a_ring, b_ring, stats_ring, full, empty)
-    items = heads * gl.cdiv(seq, BLOCK)
+    items = heads * gl.cdiv(seq, BLOCK)  # tiles of all heads
     gl.warp_specialize([
         (backward_consumer_warpgroup, (dx, dy, stats, tile_pipeline, stream_pipeline, seq, items, 0,
                                        DKV, SCALE_LOG2, SOFTMAX_SCALE, H, GROUP_SIZE, D, DKV_STRIDES)),
@@ -230,9 +231,11 @@ def hopper_attention_backward(
 
 
 def launch_hopper_backward(op: Any, c: Lowering, tile: AttentionConfig, stats: Tensor, scale_log2: float, *, keys: bool) -> None:
-    """Plan one launch of hopper_attention_backward, for dk and dv (`keys`) or for dq, of an op with a warp-specialized
-    configuration `tile`: causal over complete sequences, heads of 64 or 128 columns of 16-bit numbers, without dropout, results
-    stored and not added. `stats`: those of attention_stats; `scale_log2`: softmax scale times log2(e)."""
+    """Plan one launch of hopper_attention_backward for `op`, for dk and dv (`keys`) or for dq, with a warp-specialized
+    configuration `tile`: causal over complete sequences (`op.plain`), heads of D = 64 or 128 columns of 16-bit numbers, without
+    dropout, results stored and not added. `stats` (B, H, T, STATS) fp32: those of attention_stats; `scale_log2`: softmax scale
+    times log2(e). With `keys`, keys and values (x, y) are stationary and q, dout (a, b) stream; else the other way round. Grid: a
+    thread block for each multiprocessor, or for each tile where those are fewer."""
     D, group_size = int(op.out.shape[-1]) // op.heads, op.heads // op.kv_heads
     assert tile.warp_specialized and D in (64, 128) and op.plain and not op.rate, op
     sizes = (STREAM_ROWS.value, BLOCK.value)  # of queries and keys where keys are stationary
@@ -241,9 +244,10 @@ def launch_hopper_backward(op: Any, c: Lowering, tile: AttentionConfig, stats: T
     stationary, streamed = (kv, queries) if keys else (queries, kv)
     maps = {f"{name}_map": head_tensor_map(c, x, WG_M.value, D) for name, x in zip("xy", stationary, strict=True)}
     maps |= {f"{name}_map": head_tensor_map(c, x, STREAM_ROWS.value, D) for name, x in zip("ab", streamed, strict=True)}
+    # Of stats.
     box = TensorMap(part(stats), stats.dtype, c.elements(op.lse), STATS.value, (STREAM_ROWS.value, STATS.value), STATS.value)
     results = {"dx": op.dk, "dy": op.dv} if keys else {"dx": op.dq, "dy": None}
-    heads = op.kv_heads if keys else op.heads
+    heads = op.kv_heads if keys else op.heads  # of a sequence's tiles
     c.launch(
         hopper_attention_backward,
         maps | results | {

@@ -18,7 +18,8 @@ from barellm.runtime.lowering import part
 
 @device
 def load_columns(x, row, live, STRIDE, WIDTH, BC):
-    """The first WIDTH columns of some rows, (rows, BC) fp32 padded with zeros."""
+    """The first WIDTH columns of some rows, (rows, BC) fp32 padded with zeros. x: pointer to rows STRIDE elements apart; row
+    (rows,): their indices; live (rows,): which exist; BC >= WIDTH."""
     column = tl.arange(0, BC)
     mask = live[:, None] & (column < WIDTH)[None, :]
     return tl.load(x + row[:, None] * STRIDE + column[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -26,7 +27,7 @@ def load_columns(x, row, live, STRIDE, WIDTH, BC):
 
 @device
 def load_gate_weights(weight, n, FIRST, WIDTH, K, BC):
-    """WIDTH weights of gate n from column FIRST on, (1, BC) fp32 padded with zeros."""
+    """WIDTH weights of gate n from column FIRST on, (1, BC) fp32 padded with zeros. weight (N, K), K columns a row."""
     column = tl.arange(0, BC)
     return tl.load(weight + n * K + FIRST + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
 
@@ -34,10 +35,11 @@ def load_gate_weights(weight, n, FIRST, WIDTH, K, BC):
 @device
 def gate_logits(z, x, extra, weight, rows, N, WX, WE, X_STRIDE, EXTRA_STRIDE, BR, BC):
     """z (rows, N) fp32 = [x, extra] weight^T of BR rows of x (rows, WX) and extra (rows, WE) or None: their columns stay in
-    registers, (BR, BC) fp32 each, and the weights (N, WX + WE) of each gate are loaded in turn. BC >= WX, WE."""
+    registers, (BR, BC) fp32 each, and the weights (N, WX + WE) of each gate are loaded in turn. BC >= WX, WE. NAME_STRIDE: elements
+    from a row of x, extra to the next. Grid: blocks of BR rows."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     live = row < rows
-    v = load_columns(x, row, live, X_STRIDE, WX, BC)
+    v = load_columns(x, row, live, X_STRIDE, WX, BC)  # (BR, BC) fp32
     if extra is not None:
         e = load_columns(extra, row, live, EXTRA_STRIDE, WE, BC)
     for n in range(N):
@@ -65,7 +67,8 @@ def lower_gate_logits(op: Any, c: Lowering) -> None:
 def gate_input_backward(dx, partials, dz, x, weight, scalars, begin, end, N, FIRST, WIDTH, K, X_STRIDE, DX_STRIDE, BR, BC, MODE):
     """The gradients of gate_logits for one of its inputs (x or extra: WIDTH columns, weights from column FIRST of K on), of rows
     [begin, end), the program's chunk: dx = dz weight, stored or added (MODE), and in partials (chunks, N, K) fp32 dz^T x of these
-    rows, the program's part of dweight. dz (rows, N) fp32: the gradient of z. BR rows at a time; BC >= WIDTH, a power of two."""
+    rows, the program's part of dweight. dz (rows, N) fp32: the gradient of z. BR rows at a time; BC >= WIDTH, a power of two.
+    `scalars`: of the run, for MODE. Row strides: X_STRIDE, DX_STRIDE."""
     column = tl.arange(0, BC)
     inside = column < WIDTH
     for first in range(begin, end, BR):
@@ -92,8 +95,12 @@ def gate_logits_backward(
     dx, dextra, partials, dz, x, extra, weight, scalars, rows, per,
     N, WX, WE, X_STRIDE, EXTRA_STRIDE, DX_STRIDE, DEXTRA_STRIDE, BR, BC, DX_MODE, DEXTRA_MODE,
 ):  # fmt: skip
-    """dx and dextra = dz weight, stored or added, and partials (chunks, N, WX + WE) fp32 of dweight = dz^T [x, extra]; a program
-    has one chunk of `per` rows. dz (rows, N) fp32 is the gradient of z; other operands: those of gate_logits."""
+    """dx (rows, WX) and dextra (rows, WE) = dz weight, stored or added (DX_MODE, DEXTRA_MODE), and partials (chunks, N, WX + WE)
+    fp32 of dweight = dz^T [x, extra], by `gate_input_backward` for each of the two inputs: x, and extra unless None. dz (rows, N)
+    fp32: the gradient of the N gates' logits; x (rows, WX), extra (rows, WE), weight (N, WX + WE) as in gate_logits. A program has
+    one chunk of `per` rows and alone writes its rows of dx and dextra and its part of partials, which another launch adds in order.
+    `scalars`: the run's, which says whether a mode adds; NAME_STRIDE: elements from a row to the next; (BR, BC): a block in
+    registers, BC >= WX, WE. Grid: chunks."""
     begin = tl.program_id(0) * per
     end = tl.minimum(begin + per, rows)
     gate_input_backward(dx, partials, dz, x, weight, scalars, begin, end, N, 0, WX, WX + WE, X_STRIDE, DX_STRIDE, BR, BC, DX_MODE)
@@ -184,12 +191,12 @@ def gated_backward(
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     live = row < rows
     scale, scale_slope = scale_and_slope(factor, SCALE, SQUASH)
-    s = sigmoid(tl.load(z + row * N + n, mask=live, other=0.0))
-    shifted_in = live
+    s = sigmoid(tl.load(z + row * N + n, mask=live, other=0.0))  # (BR,), of the rows' gates
+    shifted_in = live  # rows whose x of SHIFT before exists
     if SHIFT > 0:
         shifted_in = live & (row % seq >= SHIFT)
         last = live & (row % seq >= seq - SHIFT)  # positions whose x no later one reads: dx is zero
-    sums = tl.zeros((BR, BC), tl.float32)
+    sums = tl.zeros((BR, BC), tl.float32)  # of dy x, added over columns at the end
     for first in tl.static_range(0, D, BC):
         inside = first + tl.arange(0, BC) < D
         column = n * D + first + tl.arange(0, BC)
