@@ -31,7 +31,7 @@ class Codes:
         # With AVX, and with NEON, which alone has 4 lanes and 32 registers.
         self.vector_look_up = k.lanes > 4 or k.isa.registers == 32
         if how.table and self.vector_look_up:
-            words = [struct.unpack("<I", struct.pack("<f", v))[0] >> 16 for v in how.table]
+            words = [struct.unpack("<I", struct.pack("<f", v))[0] >> 16 for v in how.table]  # bf16 bits of the table's values
             self.high, self.low = (self._table([w >> s & 255 for w in words]) for s in (8, 0))
         elif how.table:
             self.table = Pointer(k, k.alloca("float", 16), "fp32")
@@ -51,8 +51,8 @@ class Codes:
             yield from (self._integers(block, k.int(column) + e * TILE) for e in range(BLOCK))
         elif self.vector_look_up:
             for pair in self.pairs(block, column):
-                yield k.bitcast(pair << 16, k.vec)
-                yield k.bitcast(pair & -0x10000, k.vec)
+                yield k.bitcast(pair << 16, k.vec)  # the even element
+                yield k.bitcast(pair & -0x10000, k.vec)  # the odd one, the upper half
         else:
             yield from self._scalar_look_up(block, column)
 

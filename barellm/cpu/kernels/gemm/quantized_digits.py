@@ -117,7 +117,7 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
             largest = k.max(largest, magnitude)
         field = k.maximum(largest) >> FP32_FRACTION  # fp32's biased exponent; 255: infinity or NaN
         exponent = k.max(field, LEAST_EXPONENT) + (1 - bits)  # biased, of the fixed-point unit
-        infinite = field > 254
+        infinite = field > 254  # or NaN
         scale = k.op("float", f"bitcast i32 {(exponent << FP32_FRACTION).ref} to float") * self.integers.unit
         k.line(f"store float {k.select(infinite, float('nan'), scale).ref}, ptr {self._scale(row, group).ref}, align 4")
         times = k.splat(k.op("float", f"bitcast i32 {((254 - exponent) << FP32_FRACTION).ref} to float"))  # 1 / the unit
@@ -166,7 +166,7 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
         """totals[r][0] += x @ weight over `blocks` blocks of group number `group` of x, for the 16 columns of a tile. The product
         of a digit of the weight and one of x counts 256 to the sum of their places: there is an integer sum for each such power,
         and Horner's scheme combines them in the end."""
-        k, places, x_rows = self.k, self.count + self.integers.digits - 1, self.x_rows
+        k, places, x_rows = self.k, self.count + self.integers.digits - 1, self.x_rows  # powers of 256
         sums = []
         for p in x_rows:
             begins = [k.const(0, k.ivec)] * (self.integers.digits - 1)
@@ -209,7 +209,7 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
         if not self.how.table:
             order = [row * TILE + column for column in range(TILE) for row in range(LANE)]
             halves = [self._load(p.bytes(half * LANE * TILE)) for half in range(2)]
-            return [[k.shuffle(x, None, order) ^ -128] for x in halves]
+            return [[k.shuffle(x, None, order) ^ -128] for x in halves]  # flips the sign bit: unsigned
         # A byte's two codes are those of elements e and e + 4; in a group of 16 bytes columns come before pairs of elements.
         order = [16 * g + t % 4 // 2 * 8 + t // 4 * 2 + t % 2 for g in range(k.lanes // 4) for t in range(16)]
         both = k.shuffle(self._load(p), None, order)

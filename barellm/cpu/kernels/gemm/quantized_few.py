@@ -56,7 +56,7 @@ class QuantizedSkinnyGemm:
     def run(self, make_epilogue) -> None:
         """For each tile of 16 columns: the sums of 1, 2 or 4 rows, then the epilogue make_epilogue(first column)."""
         k, tiles = self.k, ceil_div(self.cols, TILE)
-        grain = max(1, ITEM_BYTES // (self.blocks * self.codes.block_bytes))
+        grain = max(1, ITEM_BYTES // (self.blocks * self.codes.block_bytes))  # tiles of a work item
         with k.parallel_range(tiles, grain) as (begin, end), k.loop(begin, end) as tile:
             for fewer, rows in zip((0, *ROWS), ROWS, strict=False):
                 with k.when((self.rows > fewer) & (self.rows <= rows)):
@@ -90,7 +90,7 @@ class QuantizedSkinnyGemm:
         k, rows = self.k, len(totals)
         num_chains = max(1, CHAINS // (self.vectors * rows))  # of an element
         sums = [[[k.var_vec(0.0) for _ in range(num_chains)] for _ in range(self.vectors)] for _ in range(rows)]
-        first = group * ((self.how.group or 0) // BLOCK)
+        first = group * ((self.how.group or 0) // BLOCK)  # block
         unroll = UNROLL if self.vectors <= 2 else 1
         with k.loop(0, blocks - blocks % unroll, unroll) as b:
             for i in range(unroll):

@@ -117,7 +117,10 @@ class SkinnyGemm:
     """One thread's loop over panels of a skinny GEMM, M <= FEW."""
 
     def __init__(self, k, a, weight, rows, *, cols: int, depth: int, stride: int, config: SkinnyGemmConfig) -> None:
-        """The GEMM out = a (rows, depth) @ weight (cols, depth)^T. `stride`: row stride of a. Scratch: `ScratchLayout`."""
+        """The GEMM out = a (rows, depth) @ weight (cols, depth)^T. `stride`: row stride of a. Scratch: `ScratchLayout`. Attributes:
+        `tiling`; `dot`: bf16 pairs are multiplied; `unit`: elements of a row that a step reads; `width`: pitch of `sums`
+        [row][width]; `tiles`: the AMX kernel, or None; `kc`, `k_blocks`: blocks of the depth; `copies`: where columns that conflict
+        in L1 are copied."""
         self.k, self.a, self.weight, self.rows, self.config = k, a, weight, rows, config
         self.cols, self.depth, self.stride = cols, depth, stride
         self.tiling, self.dot = Tiling.of(k.isa, a.dtype), packing.uses_vnni(k.isa, a.dtype)
@@ -169,7 +172,7 @@ class SkinnyGemm:
         k, wide = self.k, self.config.unroll
         with k.loop(0, self.tiling.nr, wide) as c:
             columns = self._columns(column + c, wide, k.int(0))
-            following = columns[0].at(wide * self.depth)
+            following = columns[0].at(wide * self.depth)  # what is prefetched meanwhile
             chains = self._chains(1, wide)
             block = Block(columns, c, k_block=k.int(0), first=k.int(0), last=k.int(self.depth), tiles=k.int(1), next=following)
             self._microkernel([self.a], block, columns, chains, k.int(0))
@@ -179,7 +182,7 @@ class SkinnyGemm:
         """M > 1: the sums of the panel from `column` on. For each KC block, for each micro-tile's columns, all tiles of rows."""
         k, tiling = self.k, self.tiling
         high = (self.rows + 1) // tiling.rows * tiling.rows  # rows of high tiles, the last of which may have a row less
-        tiles = high // tiling.rows + k.ceil_div(self.rows - high, LOW)
+        tiles = high // tiling.rows + k.ceil_div(self.rows - high, LOW)  # of rows
         with k.loop(0, self.k_blocks) as p, k.loop(0, tiling.nr, tiling.wide) as c:
             first = p * self.kc
             columns = self._columns(column + c, tiling.wide, first)
@@ -225,7 +228,7 @@ class SkinnyGemm:
         k, tiling = self.k, self.tiling
         numbers = [k.min(row + i, self.rows - 1) for i in range(rows)]
         chains = self._chains(rows, tiling.wide)
-        kept = self.accumulators.at((block.column * FEW + row * tiling.wide) * k.lanes)
+        kept = self.accumulators.at((block.column * FEW + row * tiling.wide) * k.lanes)  # of this tile, between KC blocks
         flat = [chain for row_chains in chains for chain in row_chains]
         if self.k_blocks > 1:
             with k.when(block.k_block > 0):
@@ -258,7 +261,7 @@ class SkinnyGemm:
         block this tile prefetches an equal share, number `tile_number` of `block.tiles`, `step` bytes with each unit."""
         k, unit, size = self.k, self.unit, block.last - block.first
         whole, unit_bytes = size // unit * unit, len(columns) * unit * self.itemsize
-        step = k.int(unit_bytes) // block.tiles
+        step = k.int(unit_bytes) // block.tiles  # bytes to prefetch with each unit
         begin, run = tile_number * (whole // unit) * step, block.run
         # Byte offset in the next block, whose columns are `gap` bytes apart, and how many bytes of the current column are left.
         offset = k.var(begin // run * (run + block.gap) + begin % run if run else begin)

@@ -31,6 +31,7 @@ class SkinnyGemmAmx:
     """One thread's part of a (rows, depth) @ weight (cols, depth)^T; `stride`: row stride of a in elements."""
 
     def __init__(self, k, a, weight, rows, scratch, *, cols: int, depth: int, stride: int, config: SkinnyGemmConfig) -> None:
+        """`scratch`: of the thread, `scratch_bytes`: `x`, packed pairs; `out`, accumulators [NR][width] fp32."""
         self.k, self.a, self.weight, self.rows, self.config = k, a, weight, rows, config
         self.cols, self.depth, self.stride = cols, depth, stride
         self.x = scratch.as_dtype("i32")
@@ -61,7 +62,7 @@ class SkinnyGemmAmx:
         """sums (rows, NR) fp32, row stride `pitch` elements = the columns [column, column + NR) of the result. Where they would
         exceed it, the last NR columns are computed instead, and stored so far before `sums` that each lies in its place."""
         k, side = self.k, amx.SIDE
-        start = k.min(column, self.cols - NR) if self.cols % NR else column
+        start = k.min(column, self.cols - NR) if self.cols % NR else column  # the first column that is computed
         for width, is_width in self._widths():
             with k.when(is_width):
                 self._microkernel(self.weight.at(start * self.depth), width)
@@ -86,7 +87,7 @@ class SkinnyGemmAmx:
                     amx.intrinsic(k, "tilezero", tile)
                 with k.loop(0, self.depth // amx.TILE_K) as s:
                     if first == 0 and self.config.prefetch:
-                        fetched = high * amx.TILE_BYTES
+                        fetched = high * amx.TILE_BYTES  # bytes of the weight in a step
                         ahead = at.bytes(next_panel + top * 2 * self.depth + s * fetched)
                         for line in range(0, fetched, amx.LINE):
                             k.prefetch(ahead.bytes(line), near=self.config.prefetch == 1)

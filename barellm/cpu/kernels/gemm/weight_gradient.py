@@ -105,7 +105,8 @@ class WeightGradient:
 
     def __init__(self, k, dy, x, tokens, epilogue: WgradEpilogue, *, N: int, K: int, dy_row: int, x_row: int,
             config: GemmConfig) -> None:  # fmt: skip
-        """dy (tokens, N) and x (tokens, K), row strides `dy_row` and `x_row` elements. Scratch: two B panels, then the packed A."""
+        """dy (tokens, N) and x (tokens, K), row strides `dy_row` and `x_row` elements. Scratch: two B panels, then the packed A.
+        Attributes: `chunk`: tokens that are packed at a time; `m_blocks` x `n_blocks` work items; `heights`: rows of each block."""
         self.k, self.dy, self.x, self.tokens, self.epilogue = k, dy, x, tokens, epilogue
         self.N, self.K, self.dy_row, self.x_row, self.config, self.tile = N, K, dy_row, x_row, config, config.tile
         self.nr, self.chunk, self.vnni = self.tile.nr(k.isa), token_chunk(k.isa), packing.uses_vnni(k.isa, dy.dtype)
@@ -116,6 +117,7 @@ class WeightGradient:
         self.overlap = config.overlap != "none"
         scratch, nbytes = k.thread_scratch("i32"), packing.panel_bytes(k.isa, dy.dtype, self.chunk, self.nr)
         self.b_panels = packing.PanelBuffers(k, scratch, nbytes, self._pack_b_panel)
+        # No tile of A hangs over dy's last column.
         inside = all(i * config.mc + round_up(n, self.tile.mr) <= N for i, n in enumerate(self.heights))
         self.packed_a = packing.PackedA(k, scratch.bytes(2 * nbytes), dtype=dy.dtype, rows=self.tile.mr, cols=N, stride=dy_row,
             max_depth=k.min(tokens, self.chunk), inside=inside, block=self._block_of_a)  # fmt: skip
@@ -206,5 +208,5 @@ def wgrad_scratch_bytes(isa: ISA, dtype: str, tokens: int, config: GemmConfig) -
     if amx.uses_tiles(isa, dtype):
         return weight_gradient_amx.thread_scratch_bytes(isa, dtype, tokens, config)
     chunk = token_chunk(isa)
-    left = packing.panel_bytes(isa, dtype, min(tokens, chunk), round_up(round_up(config.mc, config.tile.mr), isa.lanes))
+    left = packing.panel_bytes(isa, dtype, min(tokens, chunk), round_up(round_up(config.mc, config.tile.mr), isa.lanes))  # packed A
     return 2 * packing.panel_bytes(isa, dtype, chunk, config.tile.nr(isa)) + left

@@ -24,9 +24,9 @@ def weight_gradient_amx(k, dy, x, tokens, *, N: int, K: int, dy_row: int, x_row:
     sums_at = scratch.bytes(2 * nbytes).as_dtype("fp32")
     a_at = scratch.bytes(2 * nbytes + _sums_bytes(config))
     m_blocks, n_blocks = ceil_div(N, mc), ceil_div(K, nc)
-    width = round_up(mc, mr)
-    ragged_n = N if N % mc or width != mc else None
-    packed = k.var(-1)
+    width = round_up(mc, mr)  # columns of dy that are packed
+    ragged_n = N if N % mc or width != mc else None  # where these may exceed dy
+    packed = k.var(-1)  # (chunk, block) that is packed at a_at; -1: none
 
     def pack(into, number) -> packing.PackTask:
         """The task that packs B panel `number`, t * K + col: columns [col, col + NR) of x, KC tokens from t on."""

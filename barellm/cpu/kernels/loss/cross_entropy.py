@@ -62,7 +62,7 @@ def write_gradient(k, dlogits, logits, target, lse, loss_factor, *, V: int, vali
     scale = k.to(k.scalar("inv_targets"), "float")
     scale = k.select(counted, scale if loss_factor is None else scale * loss_factor, 0.0)
     factor, shift = k.splat(scale), k.splat(lse)
-    column = k.max(target, 0)
+    column = k.max(target, 0)  # that may be read; written only where counted
     target_gradient = (k.lane(exp(k, k.splat(logits.get(column)) - shift), 0) - 1.0) * scale  # before it is overwritten
     if mode == "add":
         target_gradient = target_gradient + dlogits.get(column)
@@ -77,7 +77,8 @@ def write_gradient(k, dlogits, logits, target, lse, loss_factor, *, V: int, vali
 
 
 def row_losses(k, lse, losses, logits, targets, row_begin, row_limit, *, V, valid, dims, inner) -> None:
-    """Forward pass: lse (None: not stored) and losses = lse - logits[target], zero where the target is ignored, of each row."""
+    """Forward pass: lse (None: not stored) and losses = lse - logits[target], zero where the target is ignored, of each row. A row
+    is one thread's; `valid`: columns that count; (row_begin, row_limit): as the module says."""
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         write_loss(k, lse, losses, logits.at(row * V), targets.get(row), row, valid)
 
@@ -112,7 +113,8 @@ def row_losses_and_gradients(k, losses, logits, targets, loss_scale, row_begin, 
 
 
 def row_gradients(k, dlogits, logits, targets, lse, loss_scale, row_begin, row_limit, *, V, valid, dims, inner, mode) -> None:
-    """Backward pass: store or add (`mode`) dlogits, from logits, targets and the forward pass's lse (`write_gradient`)."""
+    """Backward pass: store or add (`mode`) dlogits, from logits, targets and the forward pass's lse (`write_gradient`). dlogits may
+    be the logits: a row is one thread's, read before it is written."""
     loss_factor = scale_of(k, loss_scale)
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         offset = row * V

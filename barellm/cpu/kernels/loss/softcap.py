@@ -65,7 +65,7 @@ def targets_of(k, logits, targets, row, row_begin, *, cap: Cap | None, predict: 
     """Load the `predict` targets of a row, the tokens that follow it; one beyond the end of the row's sequence (`length`) does not
     count. `logits` points to the row's first logit; `targets` (i32) to the target of the call's row 0; `row_begin`: its number."""
     seq = k.scalar(length) if isinstance(length, str) else k.int(length)
-    position, result = (row_begin + row) % seq, []
+    position, result = (row_begin + row) % seq, []  # of the row in its sequence
     for ahead in range(predict):
         inside = position + ahead < seq
         target = k.select(inside, targets.get(k.select(inside, row + ahead, row)), -1)
@@ -119,7 +119,7 @@ def write_gradient(k, dlogits, row_targets: list[Target], lse, scale, softmax_gr
     is written to all columns; then the targets' columns are overwritten. Padding becomes zero. dlogits may alias the logits."""
     target_gradients = []  # before the loop below overwrites what they are made of
     for t in row_targets:
-        p = k.lane(exp(k, k.splat(t.z - lse)), 0)
+        p = k.lane(exp(k, k.splat(t.z - lse)), 0)  # softmax at the target
         # Two of the targets may be the same column.
         column_weight = sum_values([k.select(o.counted & o.column.equals(t.column), o.weight, 0.0) for o in row_targets])
         value = (weights_of(row_targets) * p - column_weight) * t.slope * scale
@@ -158,7 +158,8 @@ def row_losses(k, lse, losses, nexts, logits, targets, row_begin, row_limit, *, 
 def row_losses_and_gradients(k, losses, nexts, logits, targets, loss_scale, row_begin, row_limit, *, V, valid, dims, inner, cap,
         **more) -> None:  # fmt: skip
     """The kernel of a forward and backward pass in one: losses and nexts (rows) as in `row_losses`, and the gradient, which
-    overwrites the logits (rows, V) while their row is in the cache. `loss_scale`: the state of dynamic loss scaling, None: off."""
+    overwrites the logits (rows, V) while their row is in the cache. `loss_scale`: the state of dynamic loss scaling, None: off.
+    Scratch `exponentials`: [V] fp32. A row is one thread's. `more`: predict, length, of `targets_of`."""
     factor, exponentials = factor_of(k, loss_scale, cap), k.thread_scratch()
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
         src = logits.at(row * V)
@@ -173,10 +174,11 @@ def row_losses_and_gradients(k, losses, nexts, logits, targets, loss_scale, row_
 def row_gradients(k, dlogits, logits, targets, lse, loss_scale, scale, row_begin, row_limit, *, V, valid, dims, inner, cap, mode,
         **more) -> None:  # fmt: skip
     """The kernel of the backward pass: dlogits (rows, V), stored or added (`mode`), from logits, targets and the forward pass's lse
-    (rows). With a `scale` (1), dlogits are stored as FP8 codes relative to it. `loss_scale`: dynamic loss scaling, or None."""
+    (rows). With a `scale` (1), dlogits are stored as FP8 codes relative to it. `loss_scale`: dynamic loss scaling, or None. `more`:
+    predict, length."""
     factor = factor_of(k, loss_scale, cap, scale)
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
-        src, row_lse = logits.at(row * V), lse.get(row)
+        src, row_lse = logits.at(row * V), lse.get(row)  # the row
         row_targets = targets_of(k, src, targets, row, row_begin, cap=cap, **more)
         weight, lse_vector = k.splat(factor * weights_of(row_targets)), k.splat(row_lse)
 

@@ -37,7 +37,7 @@ def group_norm(k, y, mean, rstd, x, weight, bias, *, dims, count, channels, pixe
     with k.parallel_range(k.num_elements(dims, count) * groups, row_grain(M)) as (begin, end), k.loop(begin, end) as row:
         src, dst = x.at(row * M), y.at(row * M)
         (total,) = sums_over(k, M, lambda i, mask: [src.load(i, mask)], 1)
-        centre = total / float(M)
+        centre = total / float(M)  # the mean
 
         def square(i, mask) -> list[Value]:
             d = src.load(i, mask) - centre
@@ -77,7 +77,7 @@ def group_norm_dx(k, dx, dy, x, weight, mean, rstd, *, dims, count, channels, pi
                 d = dy.at(at).load(i, mask)
                 return [d, d * normal(x.at(at), i, mask)]
 
-            dn, dnn = sums_over(k, pixels, terms, 2)
+            dn, dnn = sums_over(k, pixels, terms, 2)  # before the channel's weight
             sum_dn.value, sum_dnn.value = sum_dn.value + w * dn, sum_dnn.value + w * dnn
         mean_dn, mean_dnn = sum_dn.value / float(M), sum_dnn.value / float(M)
         with k.loop(0, group_channels) as c:
@@ -96,6 +96,7 @@ def group_norm_dparams(k, dweight, dbias, dy, x, mean, rstd, *, dims, count, cha
     with k.parallel_for(channels) as channel:
         weight_sum, bias_sum = k.var(0.0), k.var(0.0)
         with k.loop(0, k.num_elements(dims, count)) as n:
+            # Of the channel's pixels; of mean and rstd.
             at, row = (n * channels + channel) * pixels, n * groups + channel // group_channels
             centre, inverse = mean.get(row), rstd.get(row)
 

@@ -54,7 +54,7 @@ def layernorm(k, y, mean, rstd, x, weight, bias, *, C, eps, dims, inner) -> None
         src, dst = x.at(row * C), y.at(row * C)
         first = None if mean is None else src.get(0)
         shift = None if first is None else k.splat(first)
-        cached: dict[int, Value] = {}
+        cached: dict[int, Value] = {}  # column -> vector, with in_registers
 
         def shifted(c, mask) -> Value:
             """x minus the row's first element, at column c; zero in masked lanes."""
@@ -70,7 +70,7 @@ def layernorm(k, y, mean, rstd, x, weight, bias, *, C, eps, dims, inner) -> None
 
         square, *sums = row_sums(k, C, square_factors, unrolled=in_registers, of_u=first is not None)
         if first is not None:
-            offset = sums[0] * (1.0 / C)
+            offset = sums[0] * (1.0 / C)  # mean, less the first element
             variance = k.max(0.0, square * (1.0 / C) - offset * offset)
         else:
             offset, variance = None, square * (1.0 / C)
@@ -104,6 +104,8 @@ class GradientOfRow:
     None. A first pass computes the means; the second finds the row in the L1."""
 
     def __init__(self, k, row, dy, x, weight, mean, rstd, *, C: int) -> None:
+        """Row `row` of dy and x (rows, C), weight (C) or None: 1, and mean, rstd (rows) fp32 of the forward pass; `mean` None:
+        RMSNorm. `scale`: rstd in all lanes."""
         self.k, self.C = k, C
         self.dy, self.x, self.weight = dy.at(row * C), x.at(row * C), weight
         self.normalised = Normalised(k, row, self.x, mean, rstd)
@@ -181,7 +183,7 @@ def norm_backward(k, partials, dx, rounded, dy, x, weight, mean, rstd, *, C, cou
     C) fp32 of the sums over rows that `sums` names: dweight, dbias, and dx_sum (of dx). dy and dx are read once. `mean` None:
     RMSNorm. Results that exceed the caches are stored non-temporally."""
     rows = k.num_elements(dims) * inner
-    store_group = loops.ROW_UNROLL if C % (loops.ROW_UNROLL * k.lanes) == 0 else 1
+    store_group = loops.ROW_UNROLL if C % (loops.ROW_UNROLL * k.lanes) == 0 else 1  # vectors that are stored at once
     results = [(dx, loops.exceeds_caches(k, rows, C, dx) if mode_dx == "store" else None)]
     if rounded is not None:
         results.append((rounded, loops.exceeds_caches(k, rows, C, rounded)))
@@ -189,7 +191,7 @@ def norm_backward(k, partials, dx, rounded, dy, x, weight, mean, rstd, *, C, cou
     with chunks_of_rows(k, partials, rows, C, count) as (chunk_sums, begin, end), k.loop(begin, end) as row:
         gradient = GradientOfRow(k, row, dy, x, weight, mean, rstd, C=C)
         dst = [out.at(row * C) for out, _ in results]
-        cached: list[Value] = []
+        cached: list[Value] = []  # vectors of dx that wait to be stored
 
         def add_to_sum(name: str, c, mask, add: Callable[[Value], Value]) -> None:
             """Replace the row of partials of sum `name`, if it is computed, by add(the row)."""

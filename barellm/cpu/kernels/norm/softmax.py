@@ -86,7 +86,7 @@ def long_row(k, dst, src, C: int, scale: float, nontemporal) -> None:
         old_top, block_top = top.value, highest(k, columns, size)
         new_top = k.max(old_top, block_top)
         shift = k.splat(finite(k, new_top))
-        rescaled = total.value * k.lane(power(k, k.splat(old_top), shift, scale), 0)
+        rescaled = total.value * k.lane(power(k, k.splat(old_top), shift, scale), 0)  # what was summed, relative to the new maximum
         block_sum = sum_of(k, size, lambda c, mask, row=columns, shift=shift: power(k, row.load(c, mask), shift, scale))
         total.value, top.value = rescaled + block_sum, new_top
     shift, inverse_sum = k.splat(finite(k, top.value)), k.splat(1.0 / total.value)

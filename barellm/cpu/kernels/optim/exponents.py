@@ -26,7 +26,7 @@ def exponent_stats(k, counts, sums, x, *, dims, width) -> None:
     n = k.num_elements(dims) * width
     chunk_elements = elements_per_chunk(k, n)
     with k.parallel_for(k.ceil_div(n, chunk_elements)) as chunk:
-        tables = k.thread_scratch("i32")
+        tables = k.thread_scratch("i32")  # [table][WIDTH]
         bins = tables.at(TABLES * WIDTH)  # exponents between vector lanes and addresses
         for i, mask, _ in vectors(k, 0, TABLES * WIDTH):
             tables.store(0, i, mask)
@@ -40,7 +40,7 @@ def exponent_stats(k, counts, sums, x, *, dims, width) -> None:
             e = (bits >> FP32_FRACTION) & NOT_FINITE  # the exponent field, all ones for infinity and NaN
             finite = e < NOT_FINITE
             v = k.select(finite, v, 0.0)
-            a = k.bitcast(k.bitcast(v, k.ivec) & FP32_MAGNITUDE, k.vec)
+            a = k.bitcast(k.bitcast(v, k.ivec) & FP32_MAGNITUDE, k.vec)  # |x|
             total[j].value = total[j].value + v
             size[j].value = size[j].value + a
             square[j].value = k.fma(v, v, square[j].value)

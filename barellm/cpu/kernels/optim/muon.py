@@ -27,7 +27,7 @@ def each_matrix(op: Op, **operands) -> Iterator[dict[str, Any]]:
 def muon_momentum(k, m, u, partials, grad, clip, n, *, nesterov) -> None:
     """The kernel: m (n) = momentum m + (1 - momentum) g, g being the clipped gradient; u (n) = the new m, or with `nesterov`
     momentum m + (1 - momentum) g once more; partials (chunks) = sums of squares of u, one for each CHUNK of elements, which is a
-    work item. If the gradient's norm is not finite, m stays and u is 0."""
+    work item. If the gradient's norm is not finite, m stays and u is 0. `momentum`: the run-time scalar."""
     momentum, scale = k.scalar("momentum"), clip.get(1)
     finite = scale.equals(scale)  # NaN says that the gradient's norm is not finite
     momentum_vector, grad_factor = k.splat(momentum), k.splat((1.0 - momentum) * scale)
@@ -36,7 +36,7 @@ def muon_momentum(k, m, u, partials, grad, clip, n, *, nesterov) -> None:
         for i, mask, j in loops.vectors(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), unroll=loops.CHAINS):
             old, g = m.load(i, mask), grad.load(i, mask) * grad_factor
             new = k.fma(old, momentum_vector, g)
-            lookahead = k.fma(new, momentum_vector, g) if nesterov else new
+            lookahead = k.fma(new, momentum_vector, g) if nesterov else new  # Nesterov's
             m.store(k.select(finite, new, old), i, mask)
             lookahead = k.select(finite, lookahead, 0.0)
             u.store(lookahead, i, mask)
@@ -117,14 +117,15 @@ def column_means(k, means, x, rows, *, C) -> None:
 def scales_of_means(k, second, scales, means, clip, n, *, beta2, each) -> None:
     """The kernel of NorMuon's factors of rows or columns: second (n) = beta2 second + (1 - beta2) means; scales (n) = ratio /
     sqrt(second), with the ratio that gives the scaled x the norm of x. means (n), from `row_means` or `column_means`: the mean
-    squares of `each` elements. They are few: one thread does all, in double. If the norm is not finite, `second` stays."""
+    squares of `each` elements. They are few: one thread does all, in double. If the norm is not finite, `second` stays. Before the
+    last loop, which multiplies by the ratio, `scales` has 1 / sqrt(second)."""
     finite = clip.get(1).equals(clip.get(1))
     with k.parallel_for(1):
         sum_before, sum_after = k.var(k.const(0.0, "double")), k.var(k.const(0.0, "double"))
         with k.loop(0, n) as i:
             mean, old = means.get(i), second.get(i)
             new = k.select(finite, k.fma(old, k.float(beta2), mean * (1.0 - beta2)), old)
-            inv_root = 1.0 / k.sqrt(k.max(new, k.float(LEAST)))
+            inv_root = 1.0 / k.sqrt(k.max(new, k.float(LEAST)))  # the factor without the ratio
             second.put(new, i)
             scales.put(inv_root, i)
             mean = k.to(mean, "double")
@@ -160,7 +161,7 @@ def muon_update(k, param, param_lo, x, clip, scales, rows, *, C, by_column, rate
     lr = k.scalar(rate) * lr_scale
     decay_fp64 = lr * lr * (weight_decay * scale) if squared else lr * weight_decay  # Adam-like modded-nanogpt decay, or AdamW's
     shrink, decay, size = k.splat(1.0 - decay_fp64), k.splat(decay_fp64), k.splat(lr * scale)
-    weights, clip_scale = storage.Weight(k, param, param_lo), clip.get(1)
+    weights, clip_scale = storage.Weight(k, param, param_lo), clip.get(1)  # clip[1]: NaN if the norm is not finite
 
     def update_range(begin, end, factor) -> None:
         """param -= factor(index, mask) x for the elements [begin, end), with weight decay; the factor contains lr scale."""

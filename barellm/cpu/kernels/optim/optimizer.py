@@ -31,6 +31,7 @@ def adamw(k, param, param_lo, m, v, grad, clip, n, stream, first, *, beta1, beta
     on. `bf16`: the new weight is rounded to it. `param_lo`: a weight's second plane, or None."""
     lr, step = k.scalar("lr"), k.scalar("step")
     lr = lr if lr_scale == 1.0 else lr * lr_scale
+    # With the bias corrections of m and of v.
     step_size, root = lr / (1.0 - power(k, beta1, step)), k.sqrt(1.0 - power(k, beta2, step))
     if cautious:
         rate, decay = k.splat(step_size * root), k.splat(lr * lr * weight_decay)
@@ -56,11 +57,13 @@ def adamw(k, param, param_lo, m, v, grad, clip, n, stream, first, *, beta1, beta
             for j in range(len(dithers)):
                 offset = i + j * k.lanes
                 g = grad.load(offset, mask)
-                root = g * for_square
+                root = g * for_square  # its square is (1 - beta2) g^2
                 new_m.append(k.fma(means.load(offset, mask), beta1, g * for_mean))
                 new_v.append(k.fma(root, root, squares.load(offset, mask) * beta2))
                 updated.append(new_weight(weights.load(offset, mask), rate * new_m[j], k.sqrt(new_v[j])))
+            # 14 of the 32 random bits: e6m9 drops as many of fp32's 23.
             means.store_all(new_m, i, mask, dither=None if key is None else [bits & 0x3FFF for bits in dithers])
+            # The upper 13: ue6m10 drops as many.
             squares.store_all(new_v, i, mask, dither=None if key is None else [bits >> 19 for bits in dithers])
             weights.store_all(updated, i, mask)
 
@@ -82,7 +85,7 @@ def dithered_pairs(k, begin, end, key, origin) -> Pairs:
     """As `pairs`, with random words (i32 lanes): [word, word] for a pair of vectors, [word] for one. A call of the generator serves
     a block of SHARED_WIDTH elements; `begin` starts a block, and so does `origin`, the tensor's element that these begin with (a
     rank's shard). The next block's words, a chain of 80 operations, are computed between this one's vectors (pipelining)."""
-    width, vectors = random.SHARED_WIDTH, random.SHARED_WIDTH // k.lanes
+    width, vectors = random.SHARED_WIDTH, random.SHARED_WIDTH // k.lanes  # elements and vectors of a block
     *_, first_words = random.shared_words(k, key, (origin + begin) // width)
     next_words = [k.var(word) for word in first_words]
 

@@ -128,8 +128,9 @@ def factor_columns(k, work, taus, n: int, rank: int) -> None:
     `program.ops.optim.powersgd.reflection`, which is applied to all later columns."""
     with k.loop(0, rank) as j:
         v = work.at(j * n)
-        squares, alpha = dot(k, v, v, j + 1, n), v.get(j)
+        squares, alpha = dot(k, v, v, j + 1, n), v.get(j)  # of what is below the diagonal; the diagonal
         norm = k.sqrt(k.fma(alpha, alpha, squares))
+        # The new diagonal, against cancellation; nothing to reflect.
         beta, none = k.select(alpha < 0.0, norm, -norm), squares.equals(0.0)
         tau, inverse = (beta - alpha) / beta, k.splat(k.select(none, 0.0, 1.0 / (alpha - beta)))
         for i, mask, _ in vectors(k, j + 1, n):
@@ -185,7 +186,7 @@ def feedback(k, grad, error, left_own, left_total, right_own, right_total, clip,
     grad = left_total^T right_total, the gradient that all ranks' factors give. Left factors (rank, rows), right ones (rank, cols).
     Nothing changes if the norm is not finite (`clip`)."""
     clip_scale, tile_rows = clip.get(1), TALL[k.isa.registers]
-    grain = round_up(max(1, GRAIN // cols), tile_rows)
+    grain = round_up(max(1, GRAIN // cols), tile_rows)  # rows of a work item
     # NaN says that the gradient's norm is not finite: no work items.
     with k.parallel_range(k.select(clip_scale.equals(clip_scale), k.int(rows), 0), grain) as (begin, end):
         for vectors_of_row in vector_groups(k, cols):  # all rows for some columns: the right factors' columns stay cached

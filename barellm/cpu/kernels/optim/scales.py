@@ -52,7 +52,7 @@ def float_bias(k, bias, sums, *, deviations, per_target, dims, width) -> None:
         if deviations:
             n = k.float(k.num_elements(dims) * width)
             mean = total / n
-            top = total_abs / n + k.sqrt(k.max(squares / n - mean * mean, k.float(0.0))) * DEVIATIONS
+            top = total_abs / n + k.sqrt(k.max(squares / n - mean * mean, k.float(0.0))) * DEVIATIONS  # in place of max |x|
         top = per_target_of(k, top, per_target)
         exponent = (k.bitcast(top, "i32") >> FP32_FRACTION) - (FP32_BIAS if deviations else FP32_BIAS - ABOVE)
         clamped = k.to(k.max(k.min(exponent, FARTHEST), -FARTHEST), "float")
@@ -87,14 +87,14 @@ def round_floating(k, y, x, bias, stream, *, form, ties, of_scale, per_target, C
         bits = k.bitcast(v if divisor is None else v / divisor, k.ivec)
         magnitude = bits & FP32_MAGNITUDE
         exponent = magnitude >> FP32_FRACTION
-        dropped = k.const(FP32_FRACTION - form.mantissa_bits, k.ivec)
+        dropped = k.const(FP32_FRACTION - form.mantissa_bits, k.ivec)  # last bits of fp32 that the format lacks
         if form.denormals:
             dropped = k.min(dropped + k.max(least - k.max(exponent, 1), 0), FP32_FRACTION)
-        step = k.const(1, k.ivec) << dropped
-        rest = magnitude & (step - 1)
+        step = k.const(1, k.ivec) << dropped  # the distance of two of its numbers, in fp32's bits
+        rest = magnitude & (step - 1)  # above the next lower of them
         if word is not None:
-            word = word >> 8
-            up = (rest << (24 - dropped)) > word
+            word = word >> 8  # 24 random bits
+            up = (rest << (24 - dropped)) > word  # with the probability rest / step
             up_to_unit = k.bitcast(magnitude, k.vec) > k.to(word, k.vec) * 2.0**-24 * k.bitcast(unit_bits, k.vec)
         elif ties == "away":
             up, up_to_unit = rest >= (step >> 1), magnitude >= half_unit
