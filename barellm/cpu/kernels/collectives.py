@@ -86,7 +86,7 @@ def sum_share(k, y, partials, own, table, number, n, *, rank, count) -> None:
     with k.parallel_for((n + CHUNK - 1) // CHUNK) as chunk:
         begin, end = chunk * CHUNK, k.min((chunk + 1) * CHUNK, n)
         for j in range(others):
-            remote = table.get(number * others + (PROCESSES + others + j)) + begin * own.itemsize
+            remote = table.get(number * others + (PROCESSES + others + j)) + begin * own.itemsize  # address of rank j's chunk
             read_process(k, table, table.get(PROCESSES + j), remote, received.at(j * CHUNK), (end - begin) * own.itemsize)
         sums = loops.new_accumulators(k, reductions.CHAINS)
         for i, mask, chain in loops.vectors(k, begin, end, unroll=reductions.CHAINS):

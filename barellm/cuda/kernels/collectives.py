@@ -33,7 +33,7 @@ def sum_over_ranks(table, ENTRIES, WIDE, UNIT, RANK, COUNT, BLOCK):
     if RANK == 0:
         total = mine
     else:
-        total = tl.load(others + i, mask=mask, other=0.0)
+        total = tl.load(others + i, mask=mask, other=0.0)  # rank 0's
     for rank in tl.static_range(1, COUNT):
         if rank == RANK:
             total = total + mine

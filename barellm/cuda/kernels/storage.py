@@ -107,7 +107,7 @@ def load_moment(p, i, mask, MANTISSA, SIGNED):
         return tl.load(p + i, mask=mask, other=0.0)
     else:
         codes = tl.load(p + i, mask=mask, other=0).to(tl.int32)
-        magnitude = codes & (0x7FFF if SIGNED else 0xFFFF)
+        magnitude = codes & (0x7FFF if SIGNED else 0xFFFF)  # without the sign bit, if there is one
         bits = tl.where(magnitude != 0, (magnitude << (23 - MANTISSA)) + REBIAS, 0)
         if SIGNED:
             bits |= (codes & 0x8000) << 16

@@ -26,10 +26,10 @@ def bigram_ids(k, ids, tokens, *, buckets, reserved, batch, seq) -> None:
         for i, mask, _ in vectors(k, k.max(begin, 1), end):
             store_hash(i, mask, tokens.load(i - 1, mask))
         if reserved:  # in a row of one token this is overwritten below
-            second = (begin + seq - 2) // seq * seq + 1
+            second = (begin + seq - 2) // seq * seq + 1  # first second token of a row from begin on
             with k.loop(second, end, seq) as i:
                 store_hash(i, k.mask_first(1), k.const(modulus, k.ivec))
-        first = (begin + seq - 1) // seq * seq
+        first = (begin + seq - 1) // seq * seq  # and the first first one
         with k.loop(first, end, seq) as i:
             ids.put(k.int(modulus), i)
 
@@ -44,7 +44,7 @@ def document_starts(k, starts, cu_seqlens, *, slots, batch, seq) -> None:
         row, begin = item // chunks, item % chunks * GRAIN
         end = k.min(begin + GRAIN, seq)
         src, dst = cu_seqlens.at(row * slots), starts.at(row * seq)
-        slot, slot_end = k.var(0), k.var(slots)
+        slot, slot_end = k.var(0), k.var(slots)  # the document is in slots [slot, slot_end)
         with k.while_(lambda: slot_end.value - slot.value > 1):
             middle = (slot.value + slot_end.value) // 2
             has_begun = src.get(middle) <= begin

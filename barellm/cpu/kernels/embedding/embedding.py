@@ -21,7 +21,7 @@ def embedding(k, y, tokens, wte, wte_lo, wpe, wpe_lo, positions, *, batch, seq, 
     with k.parallel_range(rows, loops.row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         src, at = tokens.get(row) * C, None if pos is None else (pos + row % seq) * C
         at = positions.get(row) * C if positions is not None else at
-        following = tokens.get(k.min(row + PREFETCH_ROWS, rows - 1)) * C
+        following = tokens.get(k.min(row + PREFETCH_ROWS, rows - 1)) * C  # row of wte to prefetch
         for table in (wte,) if wte_lo is None else (wte, wte_lo):
             with k.loop(0, C, loops.LINE // table.itemsize) as c:
                 k.prefetch(table.at(following + c), near=False)
@@ -49,7 +49,7 @@ def sort_by_id(k, tokens, rows, low, high, *, ids_per_item: int) -> tuple[Pointe
     """A stable counting sort of the rows [0, rows) whose token ids are in [low, high), at most `ids_per_item` ids. Returns (ends,
     sorted) in this thread's scratch: rows of an id are adjacent, in their order, and end before sorted[ends[id - low]]."""
     ends = k.thread_scratch("i32")
-    matches = ends.at(ids_per_item)
+    matches = ends.at(ids_per_item)  # rows whose ids are in range, in order
     sorted_rows = matches.at(rows)
     lowest, id_end, count = k.splat(low), k.splat(high), k.var(k.int(0))
     with k.loop(0, ids_per_item) as i:
@@ -101,7 +101,7 @@ def add_token_rows(k, dweight, tokens, dy, *, batch, seq, C, V) -> None:
         low = chunk * ids_per_item
         high = k.min(low + ids_per_item, V)
         ends, sorted_rows = sort_by_id(k, tokens, rows, low, high, ids_per_item=ids_per_item)
-        last = ends.get(high - low - 1) - 1
+        last = ends.get(high - low - 1) - 1  # of the sorted rows
         begin = k.var(k.int(0))
         with k.loop(0, high - low) as i:
             dst, first, end = dweight.at((low + i) * C), begin.value, ends.get(i)
@@ -135,7 +135,7 @@ def embedding_dwpe(k, dweight, dy, *, batch, seq, C, positions, mode_dweight) ->
     batch, seq = k.size(batch), k.size(seq)
     sums = k.thread_scratch()
     with k.parallel_range(positions, _positions_per_group(C, positions)) as (begin, end):
-        n, inside = (end - begin) * C, k.max(k.min(end, seq) - begin, 0) * C
+        n, inside = (end - begin) * C, k.max(k.min(end, seq) - begin, 0) * C  # elements; those that the run has
         for i, mask, _ in loops.vectors(k, 0, n):
             sums.store(0.0, i, mask)
         for first, count in loops.groups(k, 0, batch, UNROLL):

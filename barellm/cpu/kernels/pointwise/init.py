@@ -30,7 +30,7 @@ def random_init(k, param, param_lo, rows, columns, valid, stream, size_bits, *, 
     size = k.splat(k.bitcast(k.to(size_bits, "i32"), "float"))
     key = random.sample_key(k, k.scalar("seed"), 0, 0, stream)
     weights = storage.Weight(k, param, param_lo, bf16)
-    width = 2 * HALF
+    width = 2 * HALF  # columns of a block of random words
     blocks = (columns + width - 1) // width
     with k.parallel_range(rows * blocks, loops.GRAIN // width) as (begin, end), k.loop(begin, end) as unit:
         row, block = unit // blocks, unit % blocks
@@ -38,7 +38,7 @@ def random_init(k, param, param_lo, rows, columns, valid, stream, size_bits, *, 
             both = (normals if normal else uniforms)(k, *random.words(k, key, row, block, part))
             for half, z in enumerate(both):
                 c = block * width + offset + half * HALF
-                at = row * columns + c
+                at = row * columns + c  # element of the parameter
                 in_row, is_valid = k.mask_first(columns - c), k.mask_first(valid - at)
                 weights.store(k.select(is_valid, z * size, 0.0), at, in_row)
 

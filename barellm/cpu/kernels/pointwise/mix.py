@@ -52,7 +52,7 @@ def mix_backward(k, partials, dx0, dx1, dx2, dx3, dy, x0, x1, x2, x3, k0, k1, k2
     factors = [coefficient(k, numbers[i], p) for i, p in zip(range(n), (k0, k1, k2, k3), strict=False)]
     results = [(dx, factors[i], modes[i]) for i, dx in zip(range(n), (dx0, dx1, dx2, dx3), strict=False) if dx is not None]
     rows = k.num_elements(dims) * inner
-    step = CHAINS * k.lanes
+    step = CHAINS * k.lanes  # elements of an iteration
     nontemporal = [loops.exceeds_caches(k, rows, C, dx) if mode == "store" else None for dx, _, mode in results]
     with reductions.chunks_of_rows(k, partials, rows, 1, len(learned)) as (dst, first, last):
         sums = [loops.new_accumulators(k, CHAINS) for _ in learned]
@@ -65,7 +65,7 @@ def mix_backward(k, partials, dx0, dx1, dx2, dx3, dy, x0, x1, x2, x3, k0, k1, k2
                 chains[chain].value = k.fma(d, xs[t].load(i, mask), chains[chain].value)
             return [loops.accumulate(k, dx, i, mask, d if factor is None else d * factor, mode) for dx, factor, mode in results]
 
-        begin, end = first * C, last * C
+        begin, end = first * C, last * C  # elements of the chunk
         full_end = begin + ((end - begin) & -step)
         with k.loop(begin, full_end, step) as i:
             groups = [gradients(i + j * k.lanes, None, j) for j in range(CHAINS)]

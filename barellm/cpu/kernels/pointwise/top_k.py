@@ -17,7 +17,7 @@ LOWEST = -(1 << 31)  # below every key: of lanes that are no elements
 
 def key_of(k, x) -> Value:
     """The key of each lane; both zeros have the same, and NaN has that of infinity."""
-    bits = k.bitcast(x + 0.0, k.ivec)
+    bits = k.bitcast(x + 0.0, k.ivec)  # -0 + 0 is 0
     sign = k.op(k.ivec, f"ashr {bits.typed}, {k.const(31, k.ivec).ref}")
     return k.select(x.equals(x), bits ^ (sign & FP32_MAGNITUDE), FP32_INFINITY)
 
@@ -38,7 +38,7 @@ def threshold(k, keys, C: int, K: int) -> Value:
     with k.when(count(k, keys, C, k.int(0)) >= K):  # the sign bit first: K keys are not negative
         largest.value = k.int(0)
     with k.loop(0, 31) as bit:
-        guess = largest.value + (k.int(1 << 30) >> bit)
+        guess = largest.value + (k.int(1 << 30) >> bit)  # with one more bit, from bit 30 down
         with k.when(count(k, keys, C, guess) >= K):
             largest.value = guess
     return largest.value
@@ -47,7 +47,7 @@ def threshold(k, keys, C: int, K: int) -> Value:
 def collect(k, keys, selected, columns, C: int, K: int, least) -> None:
     """selected (K) = the keys of a row above `least`, and as many equal to it as make K; columns (K) = their columns, ascending."""
     ties = k.var(K - count(k, keys, C, least + 1))  # how many equal ones there is room for
-    size = k.var(k.int(0))
+    size = k.var(k.int(0))  # how many are selected so far
 
     def append(c) -> None:
         key = keys.get(c)

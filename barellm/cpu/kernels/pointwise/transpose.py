@@ -31,7 +31,7 @@ class Squares:
 
     def inner(self, r, c) -> None:
         """A full square."""
-        src, dst = r * self.columns + c, c * self.rows + r
+        src, dst = r * self.columns + c, c * self.rows + r  # first elements of the square in x, y
         lines = [self.load(src, i * self.columns, None) for i in range(self.k.lanes)]
         for i, v in enumerate(transpose(self.k, lines)):
             self.store(v, dst, i * self.rows, None)
@@ -53,7 +53,7 @@ def transpose_tiles(k, y, x, rows: int, columns: int, *, side: int, inner: Squar
     read of y. Long rows take two squares at a time: rows of y are short then, and parts of two cache lines are written together."""
     long = columns > rows
     strip, next_read = (2 * side, PREFETCH_LINES * loops.LINE // x.itemsize) if long else (side, side * columns)
-    height, width = STRIPS * side, WIDTH // x.itemsize
+    height, width = STRIPS * side, WIDTH // x.itemsize  # of a tile
     tiles_per_row = -(-columns // width)
     with k.parallel_range(-(-rows // height) * tiles_per_row, 1) as (begin, end), k.loop(begin, end) as tile:
         top, left = tile // tiles_per_row * height, tile % tiles_per_row * width
@@ -75,7 +75,7 @@ def transpose_tiles(k, y, x, rows: int, columns: int, *, side: int, inner: Squar
 def transpose_plane(k, y, x, *, rows, columns) -> None:
     """The kernel: y (columns, rows) = x^T of elements of 16 or 32 bits, whatever they encode, past the caches if it exceeds
     them."""
-    halves, side = y.itemsize == 2, k.lanes * 4 // y.itemsize
+    halves, side = y.itemsize == 2, k.lanes * 4 // y.itemsize  # 16-bit elements; elements of a square's side
     nontemporal = rows * y.itemsize % loops.LINE == 0 and rows * columns * y.itemsize > loops.STREAM_BYTES
 
     def load(src, further: int, mask) -> Value:

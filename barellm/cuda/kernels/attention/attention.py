@@ -55,7 +55,7 @@ def dropout_mask(key, head, m0, n0, H, BM, BN, THRESHOLD):
     """True (BM, BN) where dropout keeps the probability of query m0 + i and key n0 + j: where the random word of row (query, head)
     and column (key) is at least THRESHOLD = rate * 2^32. `key`: Threefry's, of the sequence. BN: 16 or a multiple of 32."""
     k0, k1 = key
-    row = (m0 + tl.arange(0, BM)) * H + head
+    row = (m0 + tl.arange(0, BM)) * H + head  # number of (query, head), as on the CPU
     zeros = tl.zeros((BM,), tl.uint32)
     if BN == 16:  # a Threefry call has two words, for columns 16 apart: a block of 16 keys needs one of them
         first, second = calls(k0 + zeros, k1 + zeros, row, n0 // 32 * 16, BM, BN)
@@ -79,7 +79,7 @@ def online_softmax_loop(
     unit = score_unit(scale_log2, CAP)
     for n0 in range(begin, end, BN):
         k = load_rows(k_rows, n0, count, STRIDES[1], BN, D, DP, PAIR_STRIDE)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BM, BN) fp32, not yet scaled
         if CAP > 0:
             s = soft_cap(s, scale_log2, CAP)
         query, key_position = m0 + tl.arange(0, BM)[:, None], n0 + tl.arange(0, BN)[None, :]
@@ -111,7 +111,7 @@ def attention_forward(
 
     Causal: keys before the block's first query need no mask, so there are two loops. Full: one loop, which masks every block for
     keys beyond the last, because with a second loop ptxas waits for each matmul of the first."""
-    C: tl.constexpr = H * D
+    C: tl.constexpr = H * D  # elements of a token's row of out
     PAIR_STRIDE: tl.constexpr = (FOLD - 1) * (H // GROUP_SIZE) * D  # of k and v
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM  # the last block of queries first
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
@@ -133,7 +133,7 @@ def attention_forward(
         row_max = tl.full((BM,), LOWEST, tl.float32)
     else:
         row_max = tl.full((BM,), float("-inf"), tl.float32)
-    stop = seq
+    stop = seq  # keys [begin, stop) of the second loop
     if CAUSAL:
         acc, row_sum, row_max = online_softmax_loop(
             acc, row_sum, row_max, queries, k, v, m0, begin, m0, seq, first_key, scale_log2, key, head,
@@ -144,7 +144,7 @@ def attention_forward(
         acc, row_sum, row_max, queries, k, v, m0, begin, stop, seq, first_key, scale_log2, key, head,
         "causal" if CAUSAL else "length", CAP, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
     )  # fmt: skip
-    m = m0 + tl.arange(0, BM)
+    m = m0 + tl.arange(0, BM)  # the block's queries
     tl.store(lse + tl.program_id(1).to(tl.int64) * seq + m, (row_max + tl.math.log2(row_sum)) * LN_2, mask=m < seq)
     out_rows = out + sequence.to(tl.int64) * seq * C + head * D
     store_rows(out_rows, m0, seq, acc / row_sum[:, None], D, scalars, 0, C, BM, DP)

@@ -54,7 +54,7 @@ def attention_stats(stats, out, dout, lse, starts, scalars, seq, H, D, DP, LOCAL
     head_offset = sequence.to(tl.int64) * seq * C + tl.program_id(1) % H * D
     out_block = load_rows(out + head_offset, m0, seq, C, BM, D, DP)
     dout_block = load_rows(dout + head_offset, m0, seq, C, BM, D, DP)
-    m = m0 + tl.arange(0, BM)
+    m = m0 + tl.arange(0, BM)  # the program's queries
     stats_ptrs = stats + STATS * (first_row + m)
     tl.store(stats_ptrs, tl.load(lse + first_row + m, mask=m < seq, other=0.0) * LOG2_E, mask=m < seq)
     tl.store(stats_ptrs + 1, tl.sum(out_block.to(tl.float32) * dout_block.to(tl.float32), 1), mask=m < seq)
@@ -69,7 +69,7 @@ def attention_stats(stats, out, dout, lse, starts, scalars, seq, H, D, DP, LOCAL
 def load_query_stats(stats, m0, count, LOCAL, BM):
     """Load (lse / ln 2, delta, first visible key as i32; 0 unless LOCAL) of the queries from m0 on, (BM,) each, zeros beyond
     `count`. One load of as many elements as the program has threads: with fewer, each thread would load all that it needs."""
-    m, i = m0 + tl.arange(0, BM), tl.arange(0, STATS)
+    m, i = m0 + tl.arange(0, BM), tl.arange(0, STATS)  # queries, fields of their stats
     used = (m < count)[:, None] & (i < 2 + LOCAL)[None, :]
     both = tl.load(stats + STATS * m[:, None] + i[None, :], mask=used, other=0.0)
     tops, deltas = tl.split(tl.reshape(both, (BM, STATS // 2, 2)))
@@ -89,7 +89,7 @@ def add_dkv_of_queries(
     k, v: blocks (BN, DP) in registers; None where DC < DP, and the dot products load k_rows and v_rows again in steps of DC
     columns. q_rows, dout, stats: pointers to the head's rows in the sequence. Queries beyond `count` are zeros and add nothing."""
     C: tl.constexpr = H * D
-    m = m0 + tl.arange(0, BM)
+    m = m0 + tl.arange(0, BM)  # queries
     if DC == DP:
         q = load_rows(q_rows, m0, count, STRIDES[0], BM, D, DP, PAIR_STRIDES[0])
         s = tl.dot(k, tl.trans(q), input_precision="ieee")
@@ -100,7 +100,7 @@ def add_dkv_of_queries(
     if CAP > 0:
         s = soft_cap(s, scale_log2, CAP)
     p = tl.math.exp2(s * score_unit(scale_log2, CAP) - lse[None, :])
-    n = n0 + tl.arange(0, BN)[:, None]
+    n = n0 + tl.arange(0, BN)[:, None]  # keys
     if CAUSAL:
         p = tl.where(m[None, :] >= n, p, 0.0)
     if LOCAL:
@@ -116,7 +116,7 @@ def add_dkv_of_queries(
         kept = tl.trans(dropout_mask(key, head, m0, n0, H, BM, BN, DROPOUT[0]))
         p_dropped, dp = tl.where(kept, p * DROPOUT[1], 0.0), tl.where(kept, dp * DROPOUT[1], 0.0)
     dv = tl.dot(p_dropped.to(dout_block.dtype), dout_block, dv, input_precision="ieee")
-    ds = p * (dp - delta[None, :])
+    ds = p * (dp - delta[None, :])  # of p before dropout: its multipliers are in dp
     if CAP > 0:
         ds = ds * (1.0 - s * s)  # the slope of tanh
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
@@ -145,7 +145,7 @@ def attention_dkv(
     K_PAIR_STRIDE: tl.constexpr = (FOLD - 1) * G * D
     PAIR_STRIDES: tl.constexpr = ((FOLD - 1) * C, K_PAIR_STRIDE)
     token0 = sequence.to(tl.int64) * (seq // FOLD)
-    first = 0
+    first = 0  # column of the program's chunk
     if DC < DP:
         first = tl.program_id(2) * DC
     k = kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + group * D
@@ -162,7 +162,7 @@ def attention_dkv(
         keys = load_rows(k, n0, seq, STRIDES[1], BN, D, DP, K_PAIR_STRIDE)
         values = load_rows(v, n0, seq, STRIDES[2], BN, D, DP, K_PAIR_STRIDE)
     k_sum, v_sum = tl.zeros((BN, DC), tl.float32), tl.zeros((BN, DC), tl.float32)
-    begin, stop = 0, seq
+    begin, stop = 0, seq  # queries that see any of the keys
     if CAUSAL:
         begin = n0 // BM * BM  # queries before the first key do not see it
     if LOCAL:
@@ -269,7 +269,7 @@ def attention_dq(
         if starts is not None:
             starts += sequence.to(tl.int64) * (seq // FOLD)
         begin = first_visible_key(starts, scalars, m0, WINDOW, FOLD) // BN * BN
-    stop = seq
+    stop = seq  # keys [begin, stop) of the second loop
     if CAUSAL:
         total = add_dq_of_keys(
             total, queries, do, k, v, lse, delta, m0, begin, m0, seq, first_key, scale_log2, key, head,

@@ -31,7 +31,7 @@ def append_to_caches(k_cache, v_cache, k, v, scalars, seq, C, K_STRIDE, V_STRIDE
     token = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = (token // seq).to(tl.int64) * L + tl.load(scalars + POS) + token % seq
-    source = token.to(tl.int64)
+    source = token.to(tl.int64)  # row of k and v
     tl.store(k_cache + row * C + i, tl.load(k + source * K_STRIDE + i, mask=i < C), mask=i < C)
     tl.store(v_cache + row * C + i, tl.load(v + source * V_STRIDE + i, mask=i < C), mask=i < C)
 
@@ -69,7 +69,7 @@ def attention_split_kv(
     pos = tl.load(scalars + POS).to(tl.int32)
     m0 = tl.program_id(0) * BM
     sequence, group = tl.program_id(1) // G, tl.program_id(1) % G
-    begin = tl.program_id(2) * part
+    begin = tl.program_id(2) * part  # keys [begin, end) of the split
     end = min(begin + part, visible_keys(pos, m0, seq, GROUP_SIZE, BM))  # later keys are in no row's past
     if WINDOW > 0:
         first = tl.maximum(pos + m0 // GROUP_SIZE + 1 - WINDOW, 0)  # key of the first token's window
@@ -80,7 +80,7 @@ def attention_split_kv(
         m = i // GROUP_SIZE  # token of each row
         group_q = q + sequence.to(tl.int64) * seq * Q_STRIDE + group * (GROUP_SIZE * D)
         queries = query_rows(group_q, i, seq * GROUP_SIZE, Q_STRIDE, GROUP_SIZE, D, DP)
-        start = sequence.to(tl.int64) * L * C + group * D
+        start = sequence.to(tl.int64) * L * C + group * D  # of the head in the caches
         acc, row_sum = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
         row_max = tl.full((BM,), float("-inf"), tl.float32)
         for n0 in range(begin, end, BN):

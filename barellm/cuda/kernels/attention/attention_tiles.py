@@ -19,7 +19,7 @@ def kv_pointer(q, x, AT):
 def row_pointers(base, first, row, d, STRIDE, PAIR_STRIDE):
     """Pointers (rows, columns) to the columns `d` of the rows first + row."""
     if PAIR_STRIDE > 0:
-        row_offsets = row // 2 * STRIDE + row % 2 * PAIR_STRIDE
+        row_offsets = row // 2 * STRIDE + row % 2 * PAIR_STRIDE  # paired heads: two rows share a STRIDE
         return base + tl.cast(first // 2, tl.int64) * STRIDE + row_offsets[:, None] + d[None, :]
     else:
         return base + tl.cast(first, tl.int64) * STRIDE + row[:, None] * STRIDE + d[None, :]

@@ -28,7 +28,7 @@ from barellm.program.integers import ceil_div
 def block_of(table, i, BLOCK, LISTS, ENTRIES, PART):
     """(first position in the sequence, offset in its block, the block's kind) of tile i (PART positions) of the listed blocks."""
     entry, offset = i // (BLOCK // PART), i % (BLOCK // PART) * PART
-    entry_ptr = table + LISTS + 1 + entry
+    entry_ptr = table + LISTS + 1 + entry  # of the entry's block; its kind is ENTRIES on
     return tl.load(entry_ptr) * BLOCK + offset, offset, tl.load(entry_ptr + ENTRIES)
 
 
@@ -42,7 +42,7 @@ def block_range(table, row, BLOCK, PART):
 def is_visible(masks, kind, query, key, BLOCK):
     """Which of the queries see which of the keys of a block of this `kind`. query, key: offsets in the block, which broadcast to a
     tile. For kind 0 nothing is loaded and all is visible: a branch would make each wgmma wait for the one before."""
-    WORDS: tl.constexpr = (BLOCK + 31) // 32
+    WORDS: tl.constexpr = (BLOCK + 31) // 32  # of 32 query bits, for a key
     pointers = masks + ((kind - 1) * BLOCK + key) * WORDS + query // 32
     return (tl.load(pointers, mask=(query >= 0) & (key >= 0) & (kind > 0), other=-1) >> (query % 32)) & 1 != 0
 

@@ -61,10 +61,10 @@ def attention_producer_warp(q_map, k_map, v_map, queries, keys, values, seq, ite
     k_ring, k_full, k_empty = keys
     v_ring, v_full, v_empty = values
     STAGES: gl.constexpr = k_ring.shape[0]
-    i, t = 0, 0
+    i, t = 0, 0  # blocks of keys and tiles so far
     for w in range(gl.program_id(0), items, gl.num_programs(0)):
         head, m0 = query_tile(w, seq)
-        row = head // H * seq
+        row = head // H * seq  # the sequence's first row in q, k and v
         ready = q_full.index(t % 2)
         producer_acquire(q_empty, t)
         hopper.mbarrier.expect(ready, 2 * q_map.block_type.nbytes)
@@ -99,7 +99,7 @@ def attention_consumer_warpgroup(out, lse, queries, keys, values, pingpong, seq,
     STAGES: gl.constexpr = k_ring.shape[0]
     SCORES: gl.constexpr = wgmma_layout(BLOCK)
     SUMS: gl.constexpr = wgmma_layout(D)
-    i, t = 0, 0
+    i, t = 0, 0  # blocks of keys and tiles so far
     for w in range(gl.program_id(0), items, gl.num_programs(0)):
         head, m0 = query_tile(w, seq)
         first = m0 + WG * WG_M  # of this consumer's queries
@@ -126,11 +126,11 @@ def attention_consumer_warpgroup(out, lse, queries, keys, values, pingpong, seq,
             s = issue_qk(q, k_ring.index(next_i % STAGES), SCORES)
             sums = hopper.warpgroup_mma(weights, v_ring.index(i % STAGES), acc, is_async=True)
             hopper.mbarrier.arrive(pingpong.index(1 - WG))
-            s = hopper.warpgroup_mma_wait(1, deps=(s,))
+            s = hopper.warpgroup_mma_wait(1, deps=(s,))  # the scores; P V goes on
             consumer_release(k_empty, next_i)
             new_max = gl.maximum(row_max, gl.max(s, 1) * SCALE_LOG2)
             p = gl.exp2(s * SCALE_LOG2 - gl.expand_dims(new_max, 1))
-            rescale = gl.exp2(row_max - new_max)
+            rescale = gl.exp2(row_max - new_max)  # of what was summed so far
             row_sum = row_sum * rescale + gl.sum(p, 1)
             row_max = new_max
             # The next block of values. Here, since ptxas puts the wait for P V before all exponentials if nothing lies between,
@@ -193,13 +193,13 @@ def hopper_attention(out, lse, q_map, k_map, v_map, seq, heads, SCALE_LOG2, H, G
 
     NAME_map: tensor maps of q (B * T, H * D), k, v (B * T, G * D), bf16 or fp16, as the projection and RoPE wrote them; `heads`: of
     all sequences; SCALE_LOG2: softmax scale times log2(e); STAGES: of keys and values, 2 at least. D is 64 or 128."""
-    q_ring = gl.allocate_shared_memory(q_map.dtype, [4, WG_M, D], q_map.layout)
+    q_ring = gl.allocate_shared_memory(q_map.dtype, [4, WG_M, D], q_map.layout)  # two tiles of two halves
     k_ring = gl.allocate_shared_memory(k_map.dtype, [STAGES, BLOCK, D], k_map.layout)
     v_ring = gl.allocate_shared_memory(v_map.dtype, [STAGES, BLOCK, D], v_map.layout)
     q_full, q_empty, pingpong = mbarriers(2), mbarriers(2), mbarriers(2)
     for s in gl.static_range(2):
         hopper.mbarrier.init(q_full.index(s), count=1)
-        hopper.mbarrier.init(q_empty.index(s), count=2)
+        hopper.mbarrier.init(q_empty.index(s), count=2)  # both consumers
         hopper.mbarrier.init(pingpong.index(s), count=1)
     k_full, k_empty = mbarriers(STAGES), mbarriers(STAGES)
     v_full, v_empty = mbarriers(STAGES), mbarriers(STAGES)

@@ -17,9 +17,9 @@ from barellm.program.integers import ceil_div
 def rotate(v, cos, sin, position, mask, D, BACK, BR, BC):
     """Heads v (BR, BC), whose planes (pairs of adjacent columns) are rotated by the angles of `position` (BR,), or with BACK by the
     negative angles; planes from D / 4 on stay."""
-    plane = tl.arange(0, BC // 2)
+    plane = tl.arange(0, BC // 2)  # of two columns
     index = position[:, None] * (D // 4) + plane[None, :]
-    rotates = mask & (plane < D // 4)[None, :]
+    rotates = mask & (plane < D // 4)[None, :]  # others get cos 1 and sin 0
     c, s = tl.load(cos + index, mask=rotates, other=1.0), tl.load(sin + index, mask=rotates, other=0.0)
     if BACK:
         s = -s
@@ -30,7 +30,7 @@ def rotate(v, cos, sin, position, mask, D, BACK, BR, BC):
 @device
 def head_indices(rows, seq, COUNT, PAIRED, BR):
     """(index in the tensor, mask, row, head in the row, position in the sequence, position in the tables) of each of BR heads."""
-    unit = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    unit = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)  # number of a head, counted over all rows
     row, head = unit // COUNT, (unit % COUNT).to(tl.int32)
     t = row % seq
     position = t
@@ -49,7 +49,7 @@ def qk_rotary(y, rstd, x, cos, sin, rows, seq, X_STRIDE, D, HEADS, COUNT, PAIRED
     column = tl.arange(0, BC)
     mask = live[:, None] & (column < D)[None, :]
     v = tl.load(x + row[:, None] * X_STRIDE + (head * D)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    inverse = 1.0 / tl.sqrt(tl.sum(v * v, 1) / D + EPS)
+    inverse = 1.0 / tl.sqrt(tl.sum(v * v, 1) / D + EPS)  # rstd
     tl.store(rstd + unit, inverse, mask=live)
     n = rotate(v * inverse[:, None], cos, sin, position, live[:, None], D, False, BR, BC)
     i = unit[:, None] * D + column[None, :]
@@ -79,7 +79,7 @@ def qk_rotary_backward(
         dy_head += tl.load(dy + i, mask=mask & moves & first, other=0.0).to(tl.float32)
     else:
         dy_head = tl.load(dy + i, mask=mask, other=0.0).to(tl.float32)
-    dn = rotate(dy_head, cos, sin, position, live[:, None], D, True, BR, BC)
+    dn = rotate(dy_head, cos, sin, position, live[:, None], D, True, BR, BC)  # the gradient of n
     offset = (head * D)[:, None] + column[None, :]
     inverse = tl.load(rstd + unit, mask=live, other=0.0)[:, None]
     n = tl.load(x + row[:, None] * X_STRIDE + offset, mask=mask, other=0.0).to(tl.float32) * inverse

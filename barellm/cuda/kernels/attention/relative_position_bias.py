@@ -18,7 +18,7 @@ def has_terms(m0, n0, BT, TERMS):
 def vectors_of(relative, gap, BT, TERMS, C, D, DP):
     """The vectors (2 BT, DP) of the distances from gap - BT on, gap = m0 - n0; zeros without a term. `relative`: of the head."""
     w, d = tl.arange(0, 2 * BT), tl.arange(0, DP)
-    row = gap - BT - TERMS[0] + w
+    row = gap - BT - TERMS[0] + w  # of `relative`; outside: no term
     pointers = row_pointers(relative, gap - BT - TERMS[0], w, d, C, 0)
     return tl.load(pointers, mask=((row >= 0) & (row < TERMS[1]))[:, None] & (d < D)[None, :], other=0.0)
 
@@ -38,7 +38,7 @@ def to_keys_transposed(terms, BT):
 @device
 def to_distances(ds, BT):
     """Gradients by key (BT queries, BT keys) as gradients by distance (BT queries, 2 BT), 0 where the tile has no such key."""
-    key = tl.arange(0, BT)[:, None] + BT - tl.arange(0, 2 * BT)[None, :]
+    key = tl.arange(0, BT)[:, None] + BT - tl.arange(0, 2 * BT)[None, :]  # in the tile, of each distance
     in_tile = (key >= 0) & (key < BT)
     return tl.where(in_tile, tl.gather(ds, tl.where(in_tile, key, 0), 1), 0.0)
 

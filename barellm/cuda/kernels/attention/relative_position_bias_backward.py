@@ -32,7 +32,7 @@ def kind_of_block(rows, row, key, LISTS, ENTRIES, LONGEST):
     begin, end = tl.load(rows + row), tl.load(rows + row + 1)
     pointers = rows + LISTS + 1 + begin + tl.arange(0, LONGEST)
     inside = begin + tl.arange(0, LONGEST) < end
-    match = tl.load(pointers, mask=inside, other=-1) == key
+    match = tl.load(pointers, mask=inside, other=-1) == key  # at most one entry of the list
     return tl.sum(tl.where(match, tl.load(pointers + ENTRIES, mask=match, other=0) + 1, 0), 0) - 1
 
 
@@ -76,7 +76,7 @@ def block_sparse_attention_drelative(
     kv_column = head // GROUP_SIZE * D
     vectors = vectors_of(relative + head * D, gap * BT, BT, TERMS, C, D, DP)
     total = tl.zeros((2 * BT, DP), tl.float32)
-    index = tl.arange(0, BT)
+    index = tl.arange(0, BT)  # in a tile
     for i in range(slice * chunk, tl.minimum(slice * chunk + chunk, count)):
         sequence, m0, n0 = i // tiles, i % tiles * BT, (i % tiles - gap) * BT  # of tile i of queries
         if (n0 >= 0) & (n0 < seq):

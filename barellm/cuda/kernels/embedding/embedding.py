@@ -61,7 +61,7 @@ def lower_embedding_dwpe(op: Any, c: Lowering) -> None:
 def sort_blocks(keys, tokens, n, BLOCK):
     """keys (n) i64 = token * 2^32 + position, each BLOCK of them sorted; what is beyond n sorts last."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(tokens + i, mask=i < n, other=0x7FFFFFFF).to(tl.int64)
+    token = tl.load(tokens + i, mask=i < n, other=0x7FFFFFFF).to(tl.int64)  # 0x7FFFFFFF: above every token
     tl.store(keys + i, tl.sort((token << 32) | i), mask=i < n)
 
 
@@ -88,7 +88,7 @@ def merge_runs(merged, keys, n, run, steps, BLOCK):
     own_run = i // run * run  # its first key
     pair_start = i // (2 * run) * (2 * run)
     other_run = tl.minimum(2 * pair_start + run - own_run, n)  # the other one of the pair: its first key
-    count = count_below(keys, key, other_run, tl.minimum(other_run + run, n), steps)
+    count = count_below(keys, key, other_run, tl.minimum(other_run + run, n), steps)  # keys of the other run that come before
     tl.store(merged + pair_start + (i - own_run) + count, key, mask=mask)
 
 
@@ -135,7 +135,7 @@ def join_token_rows(dweight, partials, keys, scalars, n, steps, C, STEPS, BR, BC
         column = tl.program_id(1) * BC + tl.arange(0, BC)
         inside = column < C
         count = count_below(keys, (token + 1) << 32, last, n, steps)
-        programs = (last + count - 1) // STEPS + 1
+        programs = (last + count - 1) // STEPS + 1  # the last program of the token, plus 1
         total = tl.zeros((BR, BC), tl.float32)
         for first in range(program, programs, BR):
             p = first + tl.arange(0, BR)

@@ -74,7 +74,7 @@ def block_gradient(partials, x, dy, places, rows, chunk, C, K, ENTRIES, BS, BP, 
     number, slice = tl.program_id(0), tl.program_id(1)
     m, b = tl.arange(0, BM), tl.arange(0, BP)
     b_in = b < BS
-    first = slice * chunk
+    first = slice * chunk  # row
     x_ptrs = x + tl.cast(first, tl.int64) * C + tl.load(places + number) * BS + m[None, :] * C + b[:, None]
     dy_ptrs = dy + tl.cast(first, tl.int64) * K + tl.load(places + ENTRIES + number) * BS + m[:, None] * K + b[None, :]
     acc = tl.zeros((BP, BP), tl.float32)

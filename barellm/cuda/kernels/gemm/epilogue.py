@@ -44,7 +44,7 @@ def epilogue_tile(
             OUT_STRIDE, PRE_STRIDE, OTHER_STRIDE,
         )  # fmt: skip
     else:
-        m, n = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
+        m, n = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])  # in the tile
         n_in = n < N - n0
         mask = (m < M - m0)[:, None] & n_in[None, :]
         at += m[:, None] * N + n[None, :]

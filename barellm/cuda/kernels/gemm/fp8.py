@@ -71,7 +71,7 @@ def fp8_gemm(
     `scale` is a gradient's. FP8: a and b are e4m3 or e5m2, whose sums leave the tensor core after each BK
     (`max_num_imprecise_acc`). EVEN: rows are zeros from `depth` up to a multiple of BK, so no mask over K is needed."""
     N_TILES: tl.constexpr = (N + BN - 1) // BN
-    pid = tl.program_id(0)
+    pid = tl.program_id(0)  # tiles are walked in groups of GROUP rows of them
     first_m = pid // (GROUP * N_TILES) * GROUP
     group_m = min(tl.cdiv(M, BM) - first_m, GROUP)
     in_group = pid % (GROUP * N_TILES)

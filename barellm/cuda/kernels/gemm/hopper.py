@@ -50,7 +50,7 @@ def hopper_gemm(
     for s in gl.static_range(2 * EPI_STAGES):
         hopper.mbarrier.init(c_full.index(s), count=1)
         hopper.mbarrier.init(c_empty.index(s), count=1)
-    stagger = mbarriers(1)
+    stagger = mbarriers(1)  # consumer 1 starts behind consumer 0
     hopper.mbarrier.init(stagger.index(0), count=1)
     row_sums = (sums, None)  # no buffer of ones
     if sums is not None:  # a times a matrix of ones: the narrowest wgmma
@@ -116,7 +116,7 @@ def fits_hopper_gemm(
     read_by_epilogue = [mode != MODES["store"], residual is not None, pre is not None]
     if any(dtype != out_dtype for dtype in c_dtypes) or sum(read_by_epilogue) > 1:
         return False
-    rows, cols, depth = _sizes(gemm_kind, most, N, K)
+    rows, cols, depth = _sizes(gemm_kind, most, N, K)  # of the result, at most
     tiles = ceil_div(rows, TILE_M.value) * ceil_div(cols, 128)  # 128: the smaller tile_n
     if gemm_kind == "tn":
         tiles *= gemm_config.max_splits(tiles, depth)
@@ -141,7 +141,7 @@ def launch_hopper_gemm(
         other, epilogue = out, "add" if mode == MODES["add"] else "start"
     problem = tuning.GemmProblem(gemm_kind, operand_of(a)[1], height, width, depth, "hopper", epilogue)
     config = tuning.select_config(c.target, problem)
-    M: Size | int = height if gemm_kind == "tn" else rows
+    M: Size | int = height if gemm_kind == "tn" else rows  # int = | rows of the result
     partial_out, out_rows, k_per_split = out, M, depth if gemm_kind != "tn" else rows
     split = None
     if slices > 1:

@@ -54,7 +54,7 @@ def gemm_tile_at(w, tiles, sizes, TILE_N):
     column, so that the thread blocks at work share rows of a and columns of b in L2; the last group may have fewer rows."""
     M, N, K, k_per_split, group = sizes
     m_tiles, n_tiles = gl.cdiv(M, TILE_M), gl.cdiv(N, TILE_N)
-    t = w % tiles
+    t = w % tiles  # the tile in its slice
     tiles_of_group = group * n_tiles
     group_row = t // tiles_of_group * group
     group_height = min(m_tiles - group_row, group)
@@ -98,7 +98,7 @@ def load_epilogue_c(c_map, scalars, c_pipeline, sizes, WG, EPILOGUE, TILE_N):
     done and starts a TMA load into it. EPILOGUE "start": only where the run's scalar `accumulate` adds to what is there."""
     c_buffers, c_full, c_empty = c_pipeline
     EPI_STAGES: gl.constexpr = c_buffers.shape[0] // 2
-    WIDTH: gl.constexpr = c_buffers.shape[2]
+    WIDTH: gl.constexpr = c_buffers.shape[2]  # columns of a buffer
     tiles, items = count_work_items(sizes, TILE_N)
     if EPILOGUE == "start":
         items = items if gl.load(scalars + ACCUMULATE) != 0 else 0
@@ -140,7 +140,7 @@ def gemm_consumer_warpgroup(
     if WG == 1:
         hopper.mbarrier.wait(stagger.index(0), 0)
     i = 0
-    stored = 0
+    stored = 0  # subtiles so far
     for w in range(gl.program_id(0), items, gl.num_programs(0)):
         m, n, start, stop = gemm_tile_at(w, tiles, sizes, TILE_N)
         acc = gl.zeros((WG_M, TILE_N), gl.float32, ACC_LAYOUT)
@@ -228,8 +228,8 @@ def epilogue_and_store(acc, out_map, pre_map, bias, adding, c_pipeline, row, col
     says which of its EPI_STAGES buffers is next; gives the new count."""
     c_buffers, c_full, c_empty = c_pipeline
     EPI_STAGES: gl.constexpr = c_buffers.shape[0] // 2
-    WIDTH: gl.constexpr = c_buffers.shape[2]
-    COUNT: gl.constexpr = acc.shape[1] // WIDTH
+    WIDTH: gl.constexpr = c_buffers.shape[2]  # columns of a buffer
+    COUNT: gl.constexpr = acc.shape[1] // WIDTH  # subtiles of the accumulators
     LOADS_C: gl.constexpr = EPILOGUE != "" and pre_map is None
     ADDS_C: gl.constexpr = EPILOGUE == "residual" or EPILOGUE == "add" or EPILOGUE == "start"
     LAYOUT: gl.constexpr = wgmma_layout(WIDTH)

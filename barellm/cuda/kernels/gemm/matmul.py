@@ -70,12 +70,12 @@ def gemm(
     group_m = min(m_tiles - first_m, GROUP)
     in_group = pid % (GROUP * n_tiles)
     m0, n0 = (first_m + in_group % group_m) * BM, in_group // group_m * BN
-    m, n, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
+    m, n, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)  # in the tile
     m_in, n_in = m < M - m0, n < N - n0
 
     a_row: tl.constexpr = A_STRIDE if A_STRIDE is not None else M if A_TRANSPOSED else K  # elements from a stored row to the next
     b_row: tl.constexpr = B_STRIDE if B_STRIDE is not None else K if B_TRANSPOSED else N
-    k_end = K
+    k_end = K  # elements of K that this program sums
     a_ptrs, b_ptrs, out_offset = a, b, tl.cast(m0, tl.int64) * N + n0
     if k_per_split is not None:
         k_start = tl.cast(tl.program_id(1) * k_per_split, tl.int64)
@@ -155,7 +155,7 @@ def _append_wgrad(c, out, dy, x, rows, most, N, K, dtype, mode) -> None:
     problem = tuning.GemmProblem("tn", _kind(c, dtype), N, K, most)
     config, default = tuning.select_config(c.target, problem), problem.default(c.target.arch)
     tiles = ceil_div(N, config.tile_m) * ceil_div(K, config.tile_n)
-    default_tiles = ceil_div(N, default.tile_m) * ceil_div(K, default.tile_n)
+    default_tiles = ceil_div(N, default.tile_m) * ceil_div(K, default.tile_n)  # which decide the slices
     constants = {"M": N, "N": K, "A_TRANSPOSED": True, "B_TRANSPOSED": False}
     constants |= _constants(c, config) | {"EVEN_K": False, "EPILOGUE": "", "SUBTILES": 1}
     constants |= view_strides(a=dy, b=x, out=None, pre=None, other=None)

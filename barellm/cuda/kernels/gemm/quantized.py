@@ -83,13 +83,13 @@ def quantized_skinny_gemm(
         if WIDE:
             a2, a3 = tl.zeros((BB, block_words), tl.float32), tl.zeros((BB, block_words), tl.float32)
         for b0 in range(0, BLOCKS, BB):
-            b = b0 + tl.arange(0, BB)[:, None]
+            b = b0 + tl.arange(0, BB)[:, None]  # blocks
             b_in = (b < BLOCKS) & (j >= 0)
             words = tl.load(codes + first_word + b * block_words, mask=b_in, other=0)
             scale_ptrs = scales + b // GROUP * 16 + first_column
             s0 = tl.load(scale_ptrs, mask=b_in, other=0.0).to(tl.float32)
             s1 = tl.load(scale_ptrs + 1, mask=b_in, other=0.0).to(tl.float32)
-            k = b * 8 + first_element
+            k = b * 8 + first_element  # the words' first elements
             x_ptrs = x + row * x_row + k
             v0 = tl.load(x_ptrs, mask=k < K, other=0.0).to(tl.float32)
             if WIDE:  # a shift up and an arithmetic shift down extend the sign of each byte
@@ -145,7 +145,7 @@ def dequantize(out, codes, scales, N, K, BLOCKS, BB, GROUPS, GROUP, WIDE, T0, T1
     b_in = (b < BLOCKS) & (j >= 0)
     words = tl.load(codes + tl.cast(tile, tl.int64) * (BLOCKS * block_words) + b * block_words + j, mask=b_in, other=0)
     scales += tile * ((GROUPS + 1) * 16)  # 16 of a tile's columns for each group, then the columns' powers
-    scale = scales + b // GROUP * 16
+    scale = scales + b // GROUP * 16  # pointers, of the block's group
     for i in tl.static_range(4 if WIDE else 8):
         if WIDE:
             k = b * 8 + j // 4  # a word has one element

@@ -123,7 +123,7 @@ def quantized_mma(
     PAIR: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])  # two words of x a lane
     # Scales: element 16 warp + 2 pair + odd; the lanes of four (lowest two bits of the lane) have the same ones.
     SCALE: gl.constexpr = gl.DistributedLinearLayout([[1]], [[0], [0], [2], [4], [8]], [[16], [32], [64]], [], [16 * WARPS])
-    tile = gl.program_id(0)
+    tile = gl.program_id(0)  # 16 columns of out
     # Block (of a warp's iteration) and place in it of each element of three layouts: words of codes, words of x, scales. Lane 4 r +
     # c of a warp has row r of the mma's operands (a pair of the tile's columns; of x a row), elements 2 c and 2 c + 1 of its depth.
     i = gl.arange(0, 32 * WARPS, layout=WORD)
@@ -157,7 +157,7 @@ def quantized_mma(
     row = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, COLUMNS)), 1)
     column = tile * 16 + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, COLUMNS)), 0)
     inside = (row < rows) & (column < N)
-    y *= ((gl.load(exponents + column % 16).to(gl.int32) + 127) << 23).to(gl.float32, bitcast=True)
+    y *= ((gl.load(exponents + column % 16).to(gl.int32) + 127) << 23).to(gl.float32, bitcast=True)  # the columns' powers of two
     if bias is not None:
         y += gl.load(bias + column, mask=column < N, other=0.0).to(gl.float32)
     if pre is not None:

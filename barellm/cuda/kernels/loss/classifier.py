@@ -71,7 +71,7 @@ def lower_head(c: Lowering, loss: Loss, *, gradients: bool) -> None:
         totals = {"losses": op.loss} | ({"nexts": op.next_loss} if loss is SOFTCAPPED else {})
         row_values = {name: c.scratch(name, (max_tokens,)) for name in totals}
     weight = append_dequantize(c, op, rows) if matrix is None else weight_operand(matrix)
-    to_logits, to_dx = ("nn", "nt") if transposed else ("nt", "nn")
+    to_logits, to_dx = ("nn", "nt") if transposed else ("nt", "nn")  # GEMM kinds (matmul.py)
     for first in range(0, max_tokens, tokens):
         chunk, first_call = Chunk(rows, first, tokens), len(c.launches)
         sizes = {"rows": chunk, "most": min(tokens, max_tokens - first), "N": N, "K": K}

@@ -90,7 +90,7 @@ def write_row_gradient(dlogits, logits, target, target_logit, lse, loss_scale, s
         scale *= scale_of(loss_scale)
     for c in range(0, FULL, BLOCK):
         i = c + tl.arange(0, BLOCK)
-        p = tl.math.exp2((tl.load(logits + i).to(tl.float32) - lse) * LOG2_E)
+        p = tl.math.exp2((tl.load(logits + i).to(tl.float32) - lse) * LOG2_E)  # softmax
         if MODE != STORE:
             p = tl.where(i == target, p - 1.0, p)
         store_or_add(dlogits + i, tl.full((BLOCK,), True, tl.int1), p * scale, scalars, MODE)
@@ -115,7 +115,7 @@ def row_losses(losses, lse, dlogits, logits, targets, loss_scale, scalars, V, VA
     logits += row * V
     target = tl.load(targets + row)
     target_logit = tl.load(logits + tl.maximum(target, 0)).to(tl.float32)
-    value = log_sum_exp(logits, V, VALID, BLOCK, REST)
+    value = log_sum_exp(logits, V, VALID, BLOCK, REST)  # lse of the row
     tl.store(losses + row, tl.where(target >= 0, value - target_logit, 0.0))
     if lse is not None:
         tl.store(lse + row, value)

@@ -56,7 +56,7 @@ def softcap_log_sum_exp(logits, V, VALID, SCALE, SHIFT, WIDTH, BLOCK, REST):
         sums = tl.zeros((BLOCK,), tl.float32)
         for c in range(0, VALID, BLOCK):
             x, i = columns_of(logits, c, V, VALID, BLOCK)
-            s, _ = sigmoid_and_slope(x, SHIFT, WIDTH)
+            s, _ = sigmoid_and_slope(x, SHIFT, WIDTH)  # z = SCALE s
             sums += tl.where(i < VALID, tl.math.exp2((s - 1.0) * (SCALE * LOG2_E)), 0.0)
         lse = SCALE + tl.math.log2(tl.sum(sums, 0)) * LN_2
     return lse

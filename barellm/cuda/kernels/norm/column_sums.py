@@ -87,7 +87,7 @@ def dparams_partials(partials, dy, x, mean, rstd, rows, per, C, BR, BC, COUNT):
 def combine_partials(first, second, third, partials, scalars, chunks, C, STRIDE, BR, BC, MODE_FIRST, MODE_SECOND, MODE_THIRD):
     """Second stage: up to three results (C) fp32 (dweight, dbias, ...; None where there are fewer) = the sums over the chunks of
     partials (chunks, COUNT, C), which the first stage wrote, in order; STRIDE = COUNT * C. Each is stored or added (MODE_...)."""
-    result = tl.program_id(1)
+    result = tl.program_id(1)  # 0, 1 or 2: which of the three
     column = tl.program_id(0) * BC + tl.arange(0, BC)
     column_in = column < C
     total = tl.zeros((BR, BC), tl.float32)

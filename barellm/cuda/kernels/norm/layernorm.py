@@ -82,7 +82,7 @@ def layernorm_long(y, mean, rstd, x, b, total, weight, bias, scalars, rows, seq,
     """`layernorm` of one row that registers do not hold, a program each, in blocks of BC columns (a power of two), without dropout.
     The row is read three times: for the rough mean, for the shifted variance, for y; by RMSNorm (`mean` None) twice."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    base = row[:, None] * C
+    base = row[:, None] * C  # of the row
     sums = tl.zeros((1, BC), tl.float32)
     for first in range(0, C, BC):
         column = first + tl.arange(0, BC)

@@ -59,7 +59,7 @@ def combine_exponent_stats(counts, sums, partial_counts, partial_sums, programs,
         total += tl.sum(rows.to(tl.float64), 0)
         largest = tl.maximum(largest, tl.max(rows, 0))
     tl.store(counts + column, count)
-    tl.store(sums + field, tl.where(field == 3, largest, total.to(tl.float32)))
+    tl.store(sums + field, tl.where(field == 3, largest, total.to(tl.float32)))  # field 3 is max |x|
 
 
 @lowering("exponent_stats", "measure", also={"x": PLANES, "counts": "i32"}, views="counts sums")

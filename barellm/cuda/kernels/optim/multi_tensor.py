@@ -19,7 +19,7 @@ from barellm.runtime.lowering import Region, part, share
 def find_entry(table, ENTRIES, WIDE):
     """(entry, index of this program among the programs of that entry), i64. WIDE: ENTRIES padded to a power of two."""
     j = tl.arange(0, WIDE)
-    first = tl.load(table + j, mask=j < ENTRIES, other=0x7FFFFFFF)
+    first = tl.load(table + j, mask=j < ENTRIES, other=0x7FFFFFFF)  # column 0; behind the last entry: never reached
     program = tl.program_id(0).to(tl.int64)
     entry = tl.sum((first <= program).to(tl.int32), 0) - 1  # the entries that begin at or before this program, less one
     return entry, program - tl.load(table + entry)

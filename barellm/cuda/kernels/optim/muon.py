@@ -91,7 +91,7 @@ def muon_normalize(table, ENTRIES, WIDE, UNIT, SPAN, BLOCK, HALF, FP16, SUM_BLOC
     muon_momentum), which each program adds for itself: they are few. `margin` > 1: against rounding."""
     entry, block = find_entry(table, ENTRIES, WIDE)
     n, count = integer(table, entry, UNITS, ENTRIES) * UNIT, integer(table, entry, COUNT, ENTRIES)
-    sums, j = pointer(table, entry, SUMS, ENTRIES, tl.float32, 4), tl.arange(0, SUM_BLOCK)
+    sums, j = pointer(table, entry, SUMS, ENTRIES, tl.float32, 4), tl.arange(0, SUM_BLOCK)  # partial sums of |u|^2
     total = tl.zeros((SUM_BLOCK,), tl.float64)
     for begin in range(0, count, SUM_BLOCK):
         total += tl.load(sums + begin + j, mask=begin + j < count, other=0.0).to(tl.float64)
@@ -157,7 +157,7 @@ def scales_of_means(second, scales, means, clip, n, EACH, BETA2, BLOCK):
     second += tl.program_id(0) * n
     scales += tl.program_id(0) * n
     means += tl.program_id(0) * n
-    scale, j = tl.load(clip + 1), tl.arange(0, BLOCK)
+    scale, j = tl.load(clip + 1), tl.arange(0, BLOCK)  # scale: NaN if the norm is not finite
     sum_before, sum_after = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
     for first in range(0, n, BLOCK):
         mask = first + j < n

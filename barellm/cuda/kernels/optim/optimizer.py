@@ -92,7 +92,7 @@ def clip_scale(clip, skipped, loss_scale, totals, counter, table, LIMIT, ENTRIES
     """Global gradient norm and clipping: totals (tensors) fp64 = the sum of each tensor's partial sums (of sum_squares), a program
     each. The last program to arrive then writes clip (2) fp32 = [norm, min(1, LIMIT / norm)], norm = sqrt(sum of totals), both
     divided by the loss scale if there is one. A norm that is not finite gives NaN and counts in `skipped` (1) i32."""
-    j = tl.program_id(0)
+    j = tl.program_id(0)  # tensor
     store_sum(totals + j, pointer(table, j, 0, ENTRIES, tl.float32, 16), integer(table, j, 1, ENTRIES), BLOCK)
     if is_last_program(counter):
         i = tl.arange(0, WIDE)
@@ -113,7 +113,7 @@ def clip_scale(clip, skipped, loss_scale, totals, counter, table, LIMIT, ENTRIES
 def update_scale(scale, totals, counter, table, ENTRIES, WIDE, BLOCK):
     """Dynamic loss scaling: totals as in `clip_scale`. The last program to arrive then updates scale (2) i32 = [exponent less that
     of the first scale, good steps in a row]: it doubles after GROWTH steps whose sum is finite, halves after one that is not."""
-    j = tl.program_id(0)
+    j = tl.program_id(0)  # tensor
     store_sum(totals + j, pointer(table, j, 0, ENTRIES, tl.float32, 16), integer(table, j, 1, ENTRIES), BLOCK)
     if is_last_program(counter):
         i = tl.arange(0, WIDE)

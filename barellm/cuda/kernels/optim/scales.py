@@ -64,7 +64,7 @@ def float_bias(bias, sums, scalars, elements, DEVIATING, PER_TARGET):
         reference = tl.math.div_rn(tl.load(sums + 1), n) + tl.math.sqrt_rn(variance) * DEVIATIONS
     if PER_TARGET:
         reference = tl.math.div_rn(reference, scalar_fp64(scalars, INV_TARGETS).to(tl.float32))
-    exponent = (reference.to(tl.int32, bitcast=True) >> 23) - 127
+    exponent = (reference.to(tl.int32, bitcast=True) >> 23) - 127  # fp32's field, without its bias
     if not DEVIATING:
         exponent += ABOVE
     exponent = tl.maximum(tl.minimum(exponent, FARTHEST), -FARTHEST)
@@ -98,15 +98,15 @@ def round_floating(
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & SIZE
     exponent = magnitude >> 23
-    dropped = 23 - MANTISSA_BITS
+    dropped = 23 - MANTISSA_BITS  # last bits of fp32 that the format lacks
     if DENORMALS:
         dropped = tl.minimum(dropped + tl.maximum(least - tl.maximum(exponent, 1), 0), 23)
-    step = (exponent * 0 + 1) << dropped
-    rest = magnitude & (step - 1)
+    step = (exponent * 0 + 1) << dropped  # distance of its numbers, in fp32's bits
+    rest = magnitude & (step - 1)  # above the next lower of them
     if TIES == "stochastic":
         k0, k1 = sample_key(scalars, tl.load(scalars + SAMPLE) + row * 0, stream)
         word = (words(k0, k1, row, tl.program_id(1) * BC, BR, BC) >> 8).to(tl.int32)
-        up = (rest << (24 - dropped)) > word
+        up = (rest << (24 - dropped)) > word  # by 24 random bits: probability rest / step
         up_to_unit = magnitude.to(tl.float32, bitcast=True) > word.to(tl.float32) * TINY * unit_bits.to(tl.float32, bitcast=True)
     elif TIES == "away":
         up, up_to_unit = rest >= (step >> 1), magnitude >= half_unit

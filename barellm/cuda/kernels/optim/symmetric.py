@@ -24,12 +24,12 @@ def symmetric_product(table, ENTRIES, N, DEPTH, COLUMNS, POLYNOMIAL, HALF, FP16,
     as it is and transposed; programs of tiles above the diagonal return at once. Grid: tiles, entries (matrices) of the table.
 
     x: Muon's momentum (muon_normalize), a result of gram_apply, or a Gram matrix; dtype as HALF, FP16 say. B, BK: powers of two."""
-    TILES: tl.constexpr = (N + B - 1) // B
+    TILES: tl.constexpr = (N + B - 1) // B  # in a row of out
     m0, n0, entry = tl.program_id(0) // TILES * B, tl.program_id(0) % TILES * B, tl.program_id(1)
     if n0 <= m0:  # the tile reaches below the diagonal
         out = matrix_pointer(table, entry, OUT, ENTRIES, N, HALF, FP16)
         x = matrix_pointer(table, entry, X, ENTRIES, N if COLUMNS else DEPTH, HALF, FP16)
-        m, n, k = m0 + tl.arange(0, B), n0 + tl.arange(0, B), tl.arange(0, BK)
+        m, n, k = m0 + tl.arange(0, B), n0 + tl.arange(0, B), tl.arange(0, BK)  # rows, columns, depth
         m_in, n_in = m < N, n < N
         if COLUMNS:
             a_ptrs, b_ptrs = x + m[:, None] + k[None, :] * N, x + n[None, :] + k[:, None] * N

@@ -33,7 +33,7 @@ def normals(first, second):
     angle = (second >> 8).to(tl.int32)
     quarter = (angle + (1 << 21)) >> 22  # the nearest quarter of 2^24; a, the rest: at most an eighth of the circle
     a = (angle - (quarter << 22)).to(tl.float32) * FULL_CIRCLE
-    s = a * a
+    s = a * a  # of the Taylor series
     sine = a * (1.0 - s * (1.0 / 6 - s * (1.0 / 120 - s * (1.0 / 5040 - s * (1.0 / 362880)))))
     cosine = 1.0 - s * (1.0 / 2 - s * (1.0 / 24 - s * (1.0 / 720 - s * (1.0 / 40320 - s * (1.0 / 3628800)))))
     swapped = (quarter & 1) != 0  # a quarter further cos is -sin and sin is cos: odd quarters swap, and two of four change the sign

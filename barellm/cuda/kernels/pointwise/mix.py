@@ -102,7 +102,7 @@ def mix_backward(
     for first in tl.static_range(0, SPAN, BLOCK):
         i = tl.program_id(0).to(tl.int64) * SPAN + first + tl.arange(0, BLOCK)
         mask = i < n
-        by = tl.load(dy + i, mask=mask, other=0.0).to(tl.float32)
+        by = tl.load(dy + i, mask=mask, other=0.0).to(tl.float32)  # fp32
         t0 = term_backward(dx0, t0, by, x0, k0, i, mask, scalars, NUMBERS[0], MODES[0])
         t1 = term_backward(dx1, t1, by, x1, k1, i, mask, scalars, NUMBERS[1], MODES[1])
         t2 = term_backward(dx2, t2, by, x2, k2, i, mask, scalars, NUMBERS[2], MODES[2])

@@ -45,7 +45,7 @@ def advance_all(s0, s1, s2, s3, COMPONENTS):
 def first_states(k0, k1, row, block, ROWS, COMPONENTS):
     """The states s0 to s3 (ROWS, HALF), uint32, of the streams of a block of columns before their first draw, seeded by Threefry
     with the keys k0, k1 (ROWS,) of the rows' sequences and the counter (column of the stream, row); of three, s3 is zeros."""
-    i = (block * 2 * HALF + tl.arange(0, HALF)).to(tl.uint32)[None, :]
+    i = (block * 2 * HALF + tl.arange(0, HALF)).to(tl.uint32)[None, :]  # calls for s0, s1; HALF on for s2, s3
     row = row.to(tl.uint32)[:, None]
     s0, s1 = threefry(k0[:, None], k1[:, None], i, row)
     s2, s3 = threefry(k0[:, None], k1[:, None], i + HALF, row)
