@@ -41,7 +41,8 @@ def attention_backward_windowed(k, dq, dkeys, dvalues, q, keys, values, dout, ls
         heads, kv_heads, D, mask_spec, **shape) -> None:  # fmt: skip
     """The kernel: dq, dkeys and dvalues (shapes of q, keys, values) with windows or documents. A work item is a chunk of a head of
     keys, for all query heads that share it. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v, dq, dk, dv.
-    `starts` (B, T) i32: first position of each token's document, or None; `stream`: dropout's random stream."""
+    `starts` (B, T) i32: first position of each token's document, or None; `stream`: dropout's random stream. `mask_spec`: the mask;
+    lse, delta (B, heads, T) fp32."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
     size_constants: dict[str, Any] = {"seq": seq, "heads": heads, "kv_heads": kv_heads, "D": D, "mask_spec": mask_spec,
         **shape}  # fmt: skip

@@ -201,7 +201,8 @@ def attention_backward_single_block(k, dq, dkeys, dvalues, q, keys, values, dout
         strides, mask_spec) -> None:  # fmt: skip
     """The kernel: dq, dkeys and dvalues of causal attention, T <= MAX_SEQ, from lse and delta (B, heads, T) fp32. A work item is a
     head of keys with its group of query heads; of a group of several, dK and dV are summed in scratch (s["dk"], s["dv"], fp32) and
-    stored at the end. `strides`: of q, k, v, dq, dk, dv; `delta`: as in attention_backward.py."""
+    stored at the end. `strides`: of q, k, v, dq, dk, dv; `delta`: as in attention_backward.py. `mask_spec`: has the softmax's
+    scale."""
     g, T = micro.Geometry.of(k.isa, q.dtype, D), k.size(seq)
     group = heads // kv_heads
     s = micro.blocks_of(k, backward_units(g, group > 1))

@@ -135,7 +135,7 @@ def conv_depthwise(k, out, a, x, *, images: Images, geometry: ConvGeometry, targ
         mode: str) -> None:  # fmt: skip
     """The kernel: out (N, groups rows, *target.size) = depthwise convolution of x (N, groups, H, W) with `rows` filters a (groups
     rows, taps) fp32 for each channel. A work item is a block of lines of a channel. `target`: where the outputs lie in out,
-    adjacent unless the convolution is one phase of a strided one's gradient."""
+    adjacent unless the convolution is one phase of a strided one's gradient. `images`: how many N are."""
     groups, rows = geometry.groups, geometry.rows
     R, S = range(len(geometry.row_offsets)), range(len(geometry.column_offsets))
     block = LineBlock(k, x, geometry, blocking)  # its scratch, for one item at a time

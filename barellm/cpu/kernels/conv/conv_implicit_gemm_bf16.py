@@ -119,7 +119,7 @@ class ImplicitGemm:
     def __init__(self, k, out, a, x, *, images: im2col.Images, geometry: im2col.ConvGeometry, target: conv_implicit_gemm.OutputMap,
             blocking: Blocking, mode: str) -> None:  # fmt: skip
         """out (N, groups columns, *target.size), a: filters in VNNI layout (conv_filter_packing.py), x (N, groups channels, H, W)
-        bf16. Scratch as `ScratchLayout` has it."""
+        bf16. Scratch as `ScratchLayout` has it. `mode`: of out; `dense`: outputs are adjacent pixels of it."""
         self.k, self.out, self.a, self.images = k, out, a, k.num_elements(*images)
         self.groups, self.columns = geometry.groups, geometry.rows
         self.geometry, self.target, self.blocking, self.mode = geometry, target, blocking, mode

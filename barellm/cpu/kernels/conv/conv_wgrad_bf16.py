@@ -91,7 +91,8 @@ class WeightGradient:
     def __init__(self, k, dw, dy, x, *, images: im2col.Images, geometry: im2col.ConvGeometry, blocking: Blocking,
             mode: str) -> None:  # fmt: skip
         """dw (groups rows, channels taps) fp32, dy (N, groups rows, P, Q) and x (N, groups channels, H, W) bf16. Scratch:
-        `ScratchLayout`."""
+        `ScratchLayout`. `images`: how many N are; `mode`: of dw. `dy`, `x`: polyphase planes; `steps`: of a micro-kernel, for an
+        image."""
         self.k, self.dw, self.images, self.geometry = k, dw, k.num_elements(*images), geometry
         self.groups, self.rows, self.blocking, self.mode = geometry.groups, geometry.rows, blocking, mode
         self.scratch, at = ScratchLayout(k.isa, geometry, blocking), k.thread_scratch()

@@ -154,7 +154,8 @@ def quantized_gemm(k, out, second, x, codes, scales, bias, other, row_begin, row
         **options) -> None:  # fmt: skip
     """The kernel: out (rows, cols) = x (rows, depth) @ weight with `epilogues`, for rows [row_begin, row_begin + row_limit) of a
     run that has at least `least` rows. `codes`, `scales`: the stored matrix, of scheme `weights`, which is dequantized while B
-    panels are packed; `transposed`: it is (cols, depth), else (depth, cols). `options`: see `gemm.run_mainloop`."""
+    panels are packed; `transposed`: it is (cols, depth), else (depth, cols). `options`: see `gemm.run_mainloop`. `second`, `bias`,
+    `other`: of the epilogues (epilogue.py)."""
     how = scheme(weights)
     planned = k.num_elements(dims, inner)
     rows = k.select(planned < least, 0, k.min(planned - row_begin, row_limit))

@@ -355,7 +355,8 @@ def skinny_gemm(k, out, second, a, weight, bias, other, *, cols: int, depth: int
         epilogues: tuple[str, ...], mode: str, config: SkinnyGemmConfig, strides: tuple[tuple[str, int], ...] = (),
         factor: float = 1.0) -> None:  # fmt: skip
     """The kernel: out (rows, cols) = a (rows, depth) @ weight.T, weight (cols, depth) row-major, then the `epilogues`, for M <= FEW
-    rows; does nothing if a run has more. Other parameters as in gemm.py's `gemm`."""
+    rows; does nothing if a run has more. Other parameters as in gemm.py's `gemm`. `second`, `bias`, `other`, `factor`: of the
+    epilogues; `strides`: (name, row stride) of views; `mode`: of out."""
     rows, row_strides = k.num_elements(dims, inner), dict(strides)
     tile = Tile(1, panel_width(k.isa, a.dtype, cols, depth) // k.lanes)
     make_epilogue = partial(Epilogue, k, tile, out, second, bias, other, cols=cols, epilogues=epilogues, mode=mode, factor=factor,

@@ -68,7 +68,7 @@ def round_floating(k, y, x, bias, stream, *, form, ties, of_scale, per_target, C
     """The kernel: y = x (`per_target`: x / inv_targets) rounded to the numbers of `form` (config/number_formats.py), of exponents
     up to bias[0], or `of_scale` up to log2(bias[0]). Numbers from the denormals' unit on are rounded in their bits, of which the
     last are left out, of a denormal one more for each exponent below the least normal one. Below the unit the choice is between it
-    and 0."""
+    and 0. `ties`: "even", "away" or "stochastic", by random `stream`."""
     if of_scale:
         rounded_up = (k.bitcast(bias.get(0), "i32") + ((1 << FP32_FRACTION) - 1)) >> FP32_FRACTION
         top = k.min(rounded_up - FP32_BIAS, FP32_BIAS)  # log2

@@ -117,7 +117,8 @@ def gate_scale(k, factor, scale: float, *, squash: bool) -> tuple[Value, Value |
 
 def gated(k, y, base, x, z, factor, *, batch, seq, C, N, strides, scale, squash, shift, mode_y) -> None:
     """The kernel: y (rows, C) = base + gate * x[t - shift] (x before the sequence's begin: 0), gate = gate_scale * sigmoid(z), z
-    (rows, N) fp32: one for each group of D = C / N columns; `base` None: 0. A row's gates are first computed to scratch."""
+    (rows, N) fp32: one for each group of D = C / N columns; `base` None: 0. A row's gates are first computed to scratch. `scale`,
+    `squash`: of `gate_scale`; `strides`: (name, row stride) of each operand."""
     T, D, stride = k.size(seq), C // N, dict(strides)  # positions, columns of a gate, row strides
     rows, gates = k.size(batch) * T, k.thread_scratch()
     factor_scale, _ = gate_scale(k, factor, scale, squash=squash)
@@ -165,7 +166,8 @@ def gates_of(op: Op, c: Lowering) -> int:
 def gated_backward(k, partials, dx, dz, dy, x, z, factor, *, batch, seq, C, N, strides, scale, squash, shift, modes) -> None:
     """The kernel: dx[t - shift] = gate dy[t]; dz (rows, N) = gate_scale s (1 - s) dot, s = sigmoid(z) and dot = sum(dy x) over a
     group's columns; partials (chunks) = sums of s dot, for the factor's gradient. dy is read once: dx of a group of columns and its
-    dot product in one pass. Scratch: a row's sigmoids, then its dots. `modes`: of dx and dz."""
+    dot product in one pass. Scratch: a row's sigmoids, then its dots. `modes`: of dx and dz. `scale`, `squash`, `strides`: as in
+    `gated`."""
     T, D, stride = k.size(seq), C // N, dict(strides)  # positions, columns of a gate, row strides
     rows, padded = k.size(batch) * T, -(-N // k.lanes) * k.lanes
     gates = k.thread_scratch()  # sigmoids of a row's gates, then `dots`, padded to vectors

@@ -4,9 +4,6 @@ is in memory, no block above the diagonal of a causal mask is visited. With what
 Shapes: q, out (B, T, H * D), k, v (B, T, G * D), lse (B, H, T) fp32; the head size D is padded to DP, a power of two. Grouped-query
 attention: GROUP_SIZE = H / G adjacent query heads share a KV head. q, k and v are three tensors, or columns of one.
 
-Sliding windows and document masks (attention_mask.py) skip blocks of keys that none of a program's queries sees. Paired heads
-(modded-nanogpt) are one sequence of twice the length, FOLD = 2 positions for each token: T, H and C are those of that one.
-
 Constants of all kernels of attention: STRIDES, elements from a row to the next of q, k, v; OFFSETS, from q's columns to k's and
 v's if all are in one tensor, else None; SCALE_LOG2, softmax scale times log2(e), so that a probability is one fma and one exp2, and
 SCALE_AT, the index of a run-time scale's scalar, or -1; CAP, the soft cap of scores, or 0; DROPOUT = (threshold of a random word,
@@ -14,6 +11,9 @@ SCALE_AT, the index of a run-time scale's scalar, or -1; CAP, the soft cap of sc
 
 Operands and names that recur: `starts`: first positions of documents; `seq`: positions of a sequence; `stream`: number of dropout's
 random stream, `key` its Threefry key; m0, n0: first query and key of a block, BM and BN its size; `count`: keys of the sequence.
+
+Sliding windows and document masks (attention_mask.py) skip blocks of keys that none of a program's queries sees. Paired heads
+(modded-nanogpt) are one sequence of twice the length, FOLD = 2 positions for each token: T, H and C are those of that one.
 
 Protocol of a program: a block of BM queries stays in registers (in shared memory where tensor cores want it there), as do its
 accumulators (BM, DP) and the running maximum and sum of each row. Blocks of BN keys and values are loaded by all warps with

@@ -1,13 +1,15 @@
 """Attention, backward (Dao 2023): dq, dk and dv from recomputed scores. Shapes and constants as in attention.py.
 
+DKV_MODES, DKV_STRIDES, DQ_MODE, DQ_STRIDE: how results are written, and elements from a row to the next. SCALE_LOG2, SCALE_AT, CAP:
+softmax scale times log2(e), the scalar that has it or -1, soft cap or 0; STRIDES, OFFSETS: of q, k, v; LOCAL, WINDOW, FOLD: windows
+or documents, paired heads; DROPOUT: (threshold, scale); `starts`, `stream`: documents' first positions, dropout's random stream.
+
 Three kernels. attention_stats has lse and delta = sum(dout * out) of each query, which both others read. attention_dkv keeps a
 block of keys and values and their gradients (BN, DC) in registers and streams blocks of queries past them; attention_dq keeps a
 block of queries and streams keys. No program adds to another's sums, so no atomics and one order of additions. Streamed blocks are
 loaded with cp.async, `num_stages` in flight; Triton places the waits and barriers.
 
-Over the P visible pairs of a head it does 14 P D operations: 4 P D compute scores again, and 2 P D dout v^T.
-
-DKV_MODES, DKV_STRIDES, DQ_MODE, DQ_STRIDE: how results are written, and elements from a row to the next."""
+Over the P visible pairs of a head it does 14 P D operations: 4 P D compute scores again, and 2 P D dout v^T."""
 
 from typing import Any
 

@@ -63,7 +63,7 @@ def attention_split_kv(
     Row i is head i % GROUP_SIZE of the group for token i // GROUP_SIZE, so each key is loaded once for all of them. Writes partials
     (splits, B, T, H, D) fp32 = sum p v, not yet divided by sum p, and stats (splits, B, T, H, 2): the maximum score times log2(e),
     and sum p. A token sees the last WINDOW keys up to its own (0: all); splits that see no key write nothing. Grid: blocks of rows,
-    KV heads of all sequences, splits. BM, BN, DP: powers of two, 16 at least."""
+    KV heads of all sequences, splits. BM, BN, DP: powers of two, 16 at least. CAP: soft cap of scores, or 0."""
     G: tl.constexpr = H // GROUP_SIZE
     C: tl.constexpr = G * D
     pos = tl.load(scalars + POS).to(tl.int32)

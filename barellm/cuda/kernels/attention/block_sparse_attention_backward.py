@@ -1,7 +1,10 @@
 """Block-sparse attention, backward (Dao 2023): names as in attention_backward.py, tables as in block_sparse_attention.py.
 
 dk and dv have a kernel whose program is BN keys of one column of the layout, dq one whose program is BM queries of one row, so that
-no program adds to another's sums. They do 8 and 6 BLOCK^2 D operations for each listed block."""
+no program adds to another's sums. They do 8 and 6 BLOCK^2 D operations for each listed block.
+
+SCALE_LOG2: softmax scale times log2(e); STRIDES, OFFSETS: of q, k, v; LISTS, ENTRIES: of a table; TERMS: (first distance with a
+relative term, how many have one), `relative` their vectors; `scalars`: the run's, for DKV_MODES, DQ_MODE; NAME_STRIDE: of rows."""
 
 from math import sqrt
 from typing import Any

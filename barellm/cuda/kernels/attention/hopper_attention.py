@@ -4,6 +4,10 @@ Shapes: q, out (B, T, H * D), k, v (B, T, G * D), D 64 or 128; lse (B, H, T) fp3
 tile is BLOCK queries of one head, 64 for each of two consumer warpgroups. A thread block is persistent: it does every (number of
 blocks)-th tile, and the next tile's operands are loaded during this one's epilogue.
 
+Tuples of shared memory that the functions pass on: queries = (q_ring, q_full, q_empty), keys and values alike. A work item w is a
+tile of one head; `i` counts blocks of keys and `t` tiles of a thread block since its start: block i is in stage i % STAGES of its
+ring (`producer_acquire`, `consumer_wait`, `consumer_release`). WG: the consumer, 0 or 1.
+
     warps                   registers  what they do
     2 consumer warpgroups   240        scores and output accumulators (64, D), row maxima and sums in registers
     1 producer warp         24         TMA loads of queries, keys and values into every free stage
@@ -19,11 +23,7 @@ Keys are visited from the diagonal back, so that the first block has the mask an
 the next keys and P V of these keys in flight together, then computes the softmax of the next scores while P V is multiplied. Tensor
 maps end with the batch and not with a sequence: behind a last, partial block lie the next sequence's keys, which must be finite.
 
-It computes what attention.py does, with the online softmax rescaled at other blocks of keys, so that bits differ.
-
-Tuples of shared memory that the functions pass on: queries = (q_ring, q_full, q_empty), keys and values alike. A work item w is a
-tile of one head; `i` counts blocks of keys and `t` tiles of a thread block since its start: block i is in stage i % STAGES of its
-ring (`producer_acquire`, `consumer_wait`, `consumer_release`). WG: the consumer, 0 or 1."""
+It computes what attention.py does, with the online softmax rescaled at other blocks of keys, so that bits differ."""
 
 from math import e, log2
 from typing import Any

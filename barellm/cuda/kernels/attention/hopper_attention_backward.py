@@ -1,5 +1,8 @@
 """Warp-specialized causal attention on Hopper, backward (FlashAttention-3): one kernel, for dk and dv (DKV) or for dq.
 
+DKV_STRIDES: elements from a row to the next of dx and dy. Tuples of shared memory: tile_pipeline = (x_ring, y_ring, tile_full,
+tile_empty), stream_pipeline = (a_ring, b_ring, stats_ring or None, full, empty). `i`, `t`, WG: as in hopper_attention.py.
+
 Shapes as in attention_backward.py, whose sums it computes in the same order. A tile is BLOCK keys of one KV head (DKV), or as many
 queries of a head, 64 for each of two consumer warpgroups; blocks of STREAM_ROWS rows of the other kind stream past it. With x, y
 for the stationary and a, b for the streamed operands (k, v and q, dout; or q, dout and k, v), a step of a consumer is
@@ -16,10 +19,7 @@ One producer warp (24 registers) issues all TMA loads. The softmax is recomputed
 g is multiplied, and ds while dv is. The last wgmma is waited for in its own step: it reads registers, and ptxas serializes all
 wgmmas (C7512) if such a one is in flight across a loop. Streams go up, so that dq's last block has the mask and dk's first. Blocks
 beyond the diagonal of one consumer only are released unread (`skip_block`). Tensor maps end with the batch and not with a sequence:
-the next sequence's queries in a last, partial block get the probability zero, so they and their dout must be finite.
-
-DKV_STRIDES: elements from a row to the next of dx and dy. Tuples of shared memory: tile_pipeline = (x_ring, y_ring, tile_full,
-tile_empty), stream_pipeline = (a_ring, b_ring, stats_ring or None, full, empty). `i`, `t`, WG: as in hopper_attention.py."""
+the next sequence's queries in a last, partial block get the probability zero, so they and their dout must be finite."""
 
 from typing import Any
 

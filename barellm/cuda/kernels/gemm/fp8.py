@@ -69,7 +69,8 @@ def fp8_gemm(
     """out (M, N) = a (M, depth) b (N, depth)^T * scale * other_scale: one (BM, BN) tile a program, in steps of BK. a, b: codes that
     `quantise` wrote, maybe transposed (or bf16, fp32 of other ways to round), rows NAME_STRIDE apart; scales (1,) fp32; PER_TARGET:
     `scale` is a gradient's. FP8: a and b are e4m3 or e5m2, whose sums leave the tensor core after each BK
-    (`max_num_imprecise_acc`). EVEN: rows are zeros from `depth` up to a multiple of BK, so no mask over K is needed."""
+    (`max_num_imprecise_acc`). EVEN: rows are zeros from `depth` up to a multiple of BK, so no mask over K is needed. GROUP: rows of
+    tiles that are walked column by column."""
     N_TILES: tl.constexpr = (N + BN - 1) // BN
     pid = tl.program_id(0)  # tiles are walked in groups of GROUP rows of them
     first_m = pid // (GROUP * N_TILES) * GROUP

@@ -3,6 +3,10 @@
 Shapes: out (M, N) = a b over depth K, in tiles of (TILE_M, TILE_N), TILE_K of the depth per step. A thread block is persistent: it
 does every (number of blocks)-th tile, and all warps count the same steps i and the same tiles.
 
+Tuples of shared memory that the functions pass on: pipeline = (a_ring, b_ring, full, empty), c_pipeline = (c_buffers, c_full,
+c_empty); sizes = (M, N, K, k_per_split, group). A work item w is a tile of one split-K slice; i counts the steps (TILE_K of K) of a
+block since its start: step i is in stage i % STAGES. WG: the consumer, 0 or 1, and so its 64 rows of a tile.
+
     warps                   registers  what they do
     2 consumer warpgroups   232        WG_M = 64 rows of the tile each: wgmma into fp32 accumulators in registers, then the
                                        epilogue, through shared memory and TMA stores
@@ -17,10 +21,6 @@ In shared memory, STAGES and EPI_STAGES deep, with mbarriers that say what a sta
         c_full[l]  TMA has written a subtile of C: its consumer waits for it
         c_empty[l] the store that read the buffer is done: load_c waits for it
     stagger[0]     the second consumer starts when the first has issued the wgmma of `lead` steps
-
-Tuples of shared memory that the functions pass on: pipeline = (a_ring, b_ring, full, empty), c_pipeline = (c_buffers, c_full,
-c_empty); sizes = (M, N, K, k_per_split, group). A work item w is a tile of one split-K slice; i counts the steps (TILE_K of K) of a
-block since its start: step i is in stage i % STAGES. WG: the consumer, 0 or 1, and so its 64 rows of a tile.
 
 Within a consumer, Triton's barriers order its four warps' writes to a c_buffer before fence.proxy.async and the TMA store."""
 

@@ -6,13 +6,13 @@ Shapes: x (tokens, K), weight (N, K), y (tokens, N), row-major. One kernel over 
     nn  dx = dy weight       a (M, K)             b stored (K, N)    input gradient
     tn  dweight = dy^T x     a stored (K, M)      b stored (K, N)    weight gradient; K: tokens, split-K (split_k.py)
 
-bf16 and fp16 operands are multiplied by tensor cores and added in fp32; fp32 ones in fp32 all through or, where the target says
-tf32, by tensor cores that leave out the last 13 of 23 bits of each operand. It moves (M K + K N + M N) elements at least and does 2
-M N K operations; what is fused adds its own operand and no other pass over y.
-
 Names of every GEMM in this folder: `rows`: tokens of the run, a size; `most`: their planned maximum; N, K: the weight's shape;
 `pre`: the pre-activation, written or read; `residual`: added to the result; `epilogue`: what is fused (epilogue.py); `mode`:
 whether the result is stored or added (MODES). NAME_STRIDE: elements from a row of a view to the next, or None: contiguous.
+
+bf16 and fp16 operands are multiplied by tensor cores and added in fp32; fp32 ones in fp32 all through or, where the target says
+tf32, by tensor cores that leave out the last 13 of 23 bits of each operand. It moves (M K + K N + M N) elements at least and does 2
+M N K operations; what is fused adds its own operand and no other pass over y.
 
 A program's fp32 accumulators (BM, BN) stay in registers. All warps load blocks of a and b with cp.async into
 `num_stages` buffers of shared memory; Triton places the waits and barriers."""
@@ -62,7 +62,8 @@ def gemm(
     a is stored (M, K) or A_TRANSPOSED (K, M), b (K, N) or B_TRANSPOSED (N, K), rows NAME_STRIDE apart; pre, bias, other, EPILOGUE:
     epilogue.py. Grid: tiles, rasterized in groups of GROUP rows of tiles; with `k_per_split` axis 1 counts split-K slices of so
     many of K, and slice s writes the s-th (M, N) of out. BM, BN, BK: powers of two from 16 on; EVEN_K: BK divides K. A tile starts
-    at a 64-bit address; within it offsets are 32-bit."""
+    at a 64-bit address; within it offsets are 32-bit. TF32: fp32 operands are rounded to it. SUBTILES: parts of the epilogue. MODE:
+    out is stored or added."""
     # Grouped rasterization: GROUP rows of tiles are walked column by column, so that their operands stay in L2.
     pid = tl.program_id(0)
     m_tiles, n_tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)

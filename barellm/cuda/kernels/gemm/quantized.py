@@ -68,7 +68,8 @@ def quantized_skinny_gemm(
     columns in every block, and a sum a0, a1 (a2, a3) for each of them.
 
     codes: i32 words, `quantization.pack` wrote them (`code_value` has the layout; WIDE: 8-bit, four columns of one element a word);
-    scales fp16, of a group of GROUP blocks. BLOCKS, GROUPS: of K. BB: a power of two. bias, pre, other, EPILOGUE: epilogue.py."""
+    scales fp16, of a group of GROUP blocks. BLOCKS, GROUPS: of K. BB: a power of two. bias, pre, other, EPILOGUE: epilogue.py. T0
+    to T3: the table of a code's values, None: integers. NAME_STRIDE: of rows, None: contiguous. MODE: out is stored or added."""
     x_row: tl.constexpr = X_STRIDE if X_STRIDE is not None else K
     block_words: tl.constexpr = 32 if WIDE else 16
     tile = tl.program_id(0)

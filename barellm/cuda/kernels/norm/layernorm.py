@@ -53,12 +53,13 @@ def normalised(v, centre, inverse, weight, bias, column, inside):
 
 @device
 def layernorm(y, mean, rstd, x, b, total, weight, bias, scalars, rows, seq, stream, C, EPS, BR, BC, THRESHOLD, SCALE):
-    """y = (x - mean) rstd weight + bias of BR complete rows, each read once, in registers; of x (rows, C) or of the residual sum
-    x + b or x + dropout(b), which is written to `total`. Writes y (rows, C), mean and rstd (rows) fp32, for the backward pass.
+    """y = (x - mean) rstd weight + bias of BR complete rows, each read once, in registers; of x (rows, C) or of the residual sum x
+    + b or x + dropout(b), which is written to `total`. Writes y (rows, C), mean and rstd (rows) fp32, for the backward pass.
     RMSNorm (`mean` None): y = x rstd weight. Grid: blocks of BR rows; BC >= C; both are powers of two.
 
     The variance is that of shifted data: a rough mean is subtracted before anything is squared, and its error afterwards: E[x^2] -
-    E[x]^2 loses all digits when |mean| is 3000 times the deviation, this form never does."""
+    E[x]^2 loses all digits when |mean| is 3000 times the deviation, this form never does. THRESHOLD, SCALE, `stream`: dropout's, or
+    None. EPS: added to the variance."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.arange(0, BC)
     live, inside = row < rows, column < C

@@ -172,7 +172,7 @@ def adamw(
     v (n) in place. CAUTIOUS: modded-nanogpt's Adam, whose eps is added before the second bias correction, and whose decay lr^2 wd p
     applies only where it has the update's sign. Formats: FORMAT, the planes of a weight (storage.py); M_ and V_MANTISSA, _SIGNED,
     the moments; BF16: the new weight is rounded to bf16. STOCHASTIC: 16-bit moments are rounded stochastically, by the parameter's
-    random stream from element ORIGIN on (a rank's shard begins there)."""
+    random stream from element ORIGIN on (a rank's shard begins there). LR_SCALE: times the run's lr."""
     scale = tl.load(clip + 1)
     if scale == scale:  # NaN says that the gradient's norm is not finite: nothing changes
         entry, block = find_entry(table, ENTRIES, WIDE)

@@ -185,7 +185,8 @@ def gated_backward(
 ):  # fmt: skip
     """Gradients of `gated`: dx (rows, C) = dy gate, dz (rows, N) = gate (1 - sigmoid(z)) dot(dy, x) over a gate's columns, and
     dfactor (1), each stored or added: BR rows of one gate's columns a program, BC at a time. A program's part of dfactor goes to
-    partials (programs), which the last program adds up (single_pass_reduction.py). Grid: blocks of rows, gates."""
+    partials (programs), which the last program adds up (single_pass_reduction.py). Grid: blocks of rows, gates. NAME_STRIDE: of
+    rows. SHIFT: x is of SHIFT positions before. SUM_BLOCK: partials that are added at a time."""
     D: tl.constexpr = C // N  # columns of a gate
     n = tl.program_id(1)  # the gate
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
