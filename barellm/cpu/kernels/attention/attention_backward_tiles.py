@@ -61,8 +61,8 @@ class BackwardHead:
             mask_spec: attention_mask.MaskSpec) -> None:  # fmt: skip
         """Find the rows of query head `head` of sequence number `sequence`, and of its head of keys. `operands`: the kernel's;
         `strides`: of q, k, v, dq, dk, dv; `rate` of dropout; `length`: queries whose dq accumulates in scratch. Attributes: `g`,
-        geometry; `score_scale`, `softmax_scale_log2`: of scores, and times log2(e); `length`: keys that every query sees, None:
-        causal; `key_range`: windows or documents, else None; `key`: dropout's random key."""
+        geometry; `score_scale`, `softmax_scale_log2` (times log2(e)); `self.length`: keys that every query sees, None: causal;
+        `key_range`: windows or documents, else None; `key`: dropout's random key."""
         q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream = operands
         self.k, self.g = k, self.geometry(k.isa, q.dtype, D)
         self.rate = rate

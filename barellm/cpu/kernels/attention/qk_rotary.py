@@ -80,7 +80,7 @@ class HeadLoop:
 
     def __init__(self, k, cos, sin, *, batch, seq, half, heads, kv_heads, paired, shift, back) -> None:
         """cos, sin: the tables; `back`: rotate by the negative angle. Attributes: `count` heads of a row of W columns, `D` of each,
-        of which `half` rotate; `step`: heads that share a row of angles; T, `rows`: positions, of all sequences."""
+        of which `half` rotate; `step`: 2 with `paired`, else 1; T, `rows`: positions, of all sequences."""
         self.k, self.tables, self.half, self.back = k, (cos, sin), half, back
         self.heads, self.count, self.step, self.shift = heads, heads + kv_heads, 2 if paired else 1, shift
         self.T = k.size(seq)

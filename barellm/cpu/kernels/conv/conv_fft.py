@@ -170,7 +170,7 @@ def fft_gemm(k, y, u, v, first, limit, *, images: Images, conv: TiledConv, F: in
         with k.loop(0, m) as i:
             x = load_hermitian(k, buffer.at(i * pitch), F)
             for j, (re, _) in enumerate(fft(k, x, 1)[:m]):
-                output_row.store(re * (1.0 / (F * F)), j * k.lanes)  # the inverse of a DFT of F x F
+                output_row.store(re * (1.0 / (F * F)), j * k.lanes)  # 1 / F^2: of an inverse DFT
             store_tile_rows(k, y, output_row, tile, num_tiles, channel, conv, i, mode)
 
     conv_tiled.batched_gemm(k, u, v, first, limit, products, inverse_transform, images=images, conv=conv, positions=planes)

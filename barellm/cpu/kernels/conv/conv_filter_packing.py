@@ -55,7 +55,7 @@ class FilterPacking:
 def pack_filters(k, a, w, *, packing: FilterPacking) -> None:
     """The kernel: a = the filters w in VNNI layout (`FilterPacking`). A work item is a chunk of channels of a vector of filters: it
     is transposed into scratch, [channel][pair of taps][filter], where channels behind the last are zero; then, of a tap, the rows
-    of two adjacent channels are interleaved to pairs. w: fp32 or bf16, as `FilterPacking` says."""
+    of two adjacent channels are interleaved to pairs. w: bf16, or rounded to it."""
     f, lanes = packing, k.lanes
     vectors = ceil_div(f.columns, f.tile_n) * (f.tile_n // lanes)  # of `lanes` filters, of a group
     buffer = k.thread_scratch("i32")

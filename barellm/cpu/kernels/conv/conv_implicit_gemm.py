@@ -66,7 +66,7 @@ def select_blocking(isa: ISA, geometry: ConvGeometry, images: int, threads: int)
         tile_n = b.tile.nr(isa)
         pixels = b.lines * b.columns
         last = total % b.lines * b.columns
-        # Of all items; the last one's lines are fewer.
+        # Tiles of pixels in all work items, of which the last ones may have fewer lines.
         pixel_tiles = total // b.lines * b.column_blocks * ceil_div(pixels, tile_n) + ceil_div(last, tile_n)
         padded_rows = ceil_div(rows, b.tile.mr) * b.tile.mr
         items = ceil_div(total, b.lines) * b.column_blocks * groups * b.splits

@@ -99,7 +99,7 @@ class ScratchLayout:
         layout = b.layout(geometry)
         self.panel = round_up(layout.nbytes(isa, 2 * b.pairs, pack_height(layout)), 64)  # behind the planes of a chunk
         self.chunk = 4 * isa.lanes * layout.padded_size(isa.lanes)  # bytes of a chunk's panel
-        # Room for the last panel's unused vectors.
+        # Packing stores `lanes` positions at a time, so up to as many behind the last panel.
         self.sums = self.panel + b.images * b.chunks * self.chunk + 4 * isa.lanes * isa.lanes
         tile_n = b.tile.nr(isa)
         self.image = 4 * tile_n * layout.positions  # bytes of an image's sums for a block of columns

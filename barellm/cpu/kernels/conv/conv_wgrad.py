@@ -144,8 +144,8 @@ class WeightGradient:
 
     def _micro_kernel(self, pixels, row, d, rows: int, depths: int) -> None:
         """The partial sums [lanes] of `rows` x `depths` elements of dw, from (row, d) on, += dy im2col^T over the K block's pixels,
-        lane by lane: packed_dy [row][pixel] times the im2col panel [depth][pixel]. The last vector may reach beyond `pixels`:
-        packed_dy is zero there, and the panel finite."""
+        lane by lane: packed_dy [row][pixel] times the im2col panel [depth][pixel]. The last vector may reach beyond `pixels`: both
+        operands are zero there."""
         k = self.k
         sums = [[self._partial(row + r, d + c) for c in range(depths)] for r in range(rows)]
         acc = [[k.var(p.load()) for p in line] for line in sums]

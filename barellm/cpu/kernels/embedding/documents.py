@@ -26,10 +26,10 @@ def bigram_ids(k, ids, tokens, *, buckets, reserved, batch, seq) -> None:
         for i, mask, _ in vectors(k, k.max(begin, 1), end):
             store_hash(i, mask, tokens.load(i - 1, mask))
         if reserved:  # in a row of one token this is overwritten below
-            second = (begin + seq - 2) // seq * seq + 1  # first second token of a row from begin on
+            second = (begin + seq - 2) // seq * seq + 1  # the first position 1 of a row from `begin` on
             with k.loop(second, end, seq) as i:
                 store_hash(i, k.mask_first(1), k.const(modulus, k.ivec))
-        first = (begin + seq - 1) // seq * seq  # and the first first one
+        first = (begin + seq - 1) // seq * seq  # and the first position 0
         with k.loop(first, end, seq) as i:
             ids.put(k.int(modulus), i)
 

@@ -113,7 +113,7 @@ class CountTile:
         ([word][step][column], packed by `pack_panels`) to the sums in scratch: counted in registers, bytes (words: i32), so that
         end - begin is FLUSH at most, and then added."""
         k, tiling = self.k, self.tiling
-        # Of the bits that differ, in registers.
+        # Numbers of bits that differ, in registers.
         counts = [[k.var(k.const(0, tiling.type)) for _ in range(tiling.vectors)] for _ in range(tiling.rows)]
         with k.loop(begin, end) as w:
             at = panel.bytes(w * tiling.word_bytes)

@@ -146,8 +146,8 @@ class AmxGemm(gemm_mainloop.GemmMainloop):
     the next one is packed between the tile instructions. Accumulators go through scratch, also between two KC blocks."""
 
     def __init__(self, k, *operands, **sizes) -> None:
-        """Scratch: two B panels, a zero-padded tile of A's rows, the accumulators. `padded_a` (amx.padded_a_bytes) lies behind the
-        panels, `accumulators`, [tile][MR][NR] fp32, behind it."""
+        """Scratch: two B panels; `padded_a`, a zero-padded tile of A's rows (amx.padded_a_bytes); `accumulators` [tile][MR][NR]
+        fp32."""
         super().__init__(k, *operands, **sizes)
         self.padded_a = self.scratch.bytes(2 * self.panel_nbytes)
         self.accumulators = self.padded_a.bytes(amx.padded_a_bytes(self.kc)).as_dtype("fp32")

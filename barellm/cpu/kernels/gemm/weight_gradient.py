@@ -117,7 +117,7 @@ class WeightGradient:
         self.overlap = config.overlap != "none"
         scratch, nbytes = k.thread_scratch("i32"), packing.panel_bytes(k.isa, dy.dtype, self.chunk, self.nr)
         self.b_panels = packing.PanelBuffers(k, scratch, nbytes, self._pack_b_panel)
-        # No tile of A hangs over dy's last column.
+        # Whether no tile of A hangs over dy's last column.
         inside = all(i * config.mc + round_up(n, self.tile.mr) <= N for i, n in enumerate(self.heights))
         self.packed_a = packing.PackedA(k, scratch.bytes(2 * nbytes), dtype=dy.dtype, rows=self.tile.mr, cols=N, stride=dy_row,
             max_depth=k.min(tokens, self.chunk), inside=inside, block=self._block_of_a)  # fmt: skip

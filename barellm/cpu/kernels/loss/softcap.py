@@ -178,7 +178,7 @@ def row_gradients(k, dlogits, logits, targets, lse, loss_scale, scale, row_begin
     predict, length."""
     factor = factor_of(k, loss_scale, cap, scale)
     with k.parallel_range(num_rows(k, dims, inner, row_begin, row_limit), row_grain(V)) as (begin, end), k.loop(begin, end) as row:
-        src, row_lse = logits.at(row * V), lse.get(row)  # the row
+        src, row_lse = logits.at(row * V), lse.get(row)  # the row's logits and log-sum-exp
         row_targets = targets_of(k, src, targets, row, row_begin, cap=cap, **more)
         weight, lse_vector = k.splat(factor * weights_of(row_targets)), k.splat(row_lse)
 

@@ -36,7 +36,7 @@ def muon_momentum(k, m, u, partials, grad, clip, n, *, nesterov) -> None:
         for i, mask, j in loops.vectors(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), unroll=loops.CHAINS):
             old, g = m.load(i, mask), grad.load(i, mask) * grad_factor
             new = k.fma(old, momentum_vector, g)
-            lookahead = k.fma(new, momentum_vector, g) if nesterov else new  # Nesterov's
+            lookahead = k.fma(new, momentum_vector, g) if nesterov else new  # what is orthogonalized
             m.store(k.select(finite, new, old), i, mask)
             lookahead = k.select(finite, lookahead, 0.0)
             u.store(lookahead, i, mask)

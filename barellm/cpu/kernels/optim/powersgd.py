@@ -130,7 +130,7 @@ def factor_columns(k, work, taus, n: int, rank: int) -> None:
         v = work.at(j * n)
         squares, alpha = dot(k, v, v, j + 1, n), v.get(j)  # of what is below the diagonal; the diagonal
         norm = k.sqrt(k.fma(alpha, alpha, squares))
-        # The new diagonal, against cancellation; nothing to reflect.
+        # The new diagonal, of the sign that avoids cancellation in alpha - beta; whether there is nothing to reflect.
         beta, none = k.select(alpha < 0.0, norm, -norm), squares.equals(0.0)
         tau, inverse = (beta - alpha) / beta, k.splat(k.select(none, 0.0, 1.0 / (alpha - beta)))
         for i, mask, _ in vectors(k, j + 1, n):

@@ -57,7 +57,7 @@ def backward_producer_warp(
     a_ring, b_ring, stats_ring, full, empty = stream_pipeline
     STAGES: gl.constexpr = a_ring.shape[0]
     TILE_HEADS: gl.constexpr = H // GROUP_SIZE if DKV else H
-    # Of a block of a and b, and stats.
+    # Bytes that a stage gets: a block of a, one of b, and with DKV their stats.
     NBYTES: gl.constexpr = 2 * a_map.block_type.nbytes + (stats_map.block_type.nbytes if DKV else 0)
     i, t = 0, 0  # blocks and tiles so far: stages and phases of the rings
     for w in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -244,7 +244,7 @@ def launch_hopper_backward(op: Any, c: Lowering, tile: AttentionConfig, stats: T
     stationary, streamed = (kv, queries) if keys else (queries, kv)
     maps = {f"{name}_map": head_tensor_map(c, x, WG_M.value, D) for name, x in zip("xy", stationary, strict=True)}
     maps |= {f"{name}_map": head_tensor_map(c, x, STREAM_ROWS.value, D) for name, x in zip("ab", streamed, strict=True)}
-    # Of stats.
+    # The tensor map of stats: a row for each query of all heads.
     box = TensorMap(part(stats), stats.dtype, c.elements(op.lse), STATS.value, (STREAM_ROWS.value, STATS.value), STATS.value)
     results = {"dx": op.dk, "dy": op.dv} if keys else {"dx": op.dq, "dy": None}
     heads = op.kv_heads if keys else op.heads  # of a sequence's tiles
