@@ -179,7 +179,8 @@ class BackwardHead:
     def _probabilities_of_tiles(self, j0, t, begin, num_keys, shift, delta, *, for_dkdv: bool,
             key_bounds: micro.KeyBounds | None) -> None:  # fmt: skip
         """`probabilities` on AMX: the tile registers leave S and dP of a tile of keys in memory, s["p_tile"] and s["dp_tile"]
-        [g.rows][g.queries] fp32; a second pass takes two rows at a time, which are a VNNI pair along the keys."""
+        [g.rows][g.queries] fp32; a second pass takes two rows at a time, which are a VNNI pair along the keys. Parameters: as
+        there."""
         k, g, s = self.k, self.g, self.s
         with k.loop(begin, num_keys, g.rows) as j:
             micro.score_tile_amx(k, g, s["k_rows"], j, s["q_transposed"], s["p_tile"])

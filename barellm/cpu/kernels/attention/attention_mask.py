@@ -122,7 +122,7 @@ class KeyRange:
         window_end = self.T if self.window is None else k.min(key + self.window + 1, self.T)
         if self.starts is None:
             return window_end
-        lo, hi = k.var(key + 1), k.var(window_end)
+        lo, hi = k.var(key + 1), k.var(window_end)  # the end is in [lo, hi]
         with k.while_(lambda: lo.value < hi.value):
             middle = (lo.value + hi.value) >> 1
             is_later_document = self._document(middle) > key

@@ -82,7 +82,7 @@ def select_bf16(isa: ISA, dtype: str, geometry: ConvGeometry, *, wgrad: bool) ->
         return speedup * of_positions * utilization(geometry.channels, tile_k) * utilization(geometry.rows, nr)
 
     best = max(candidates, key=lambda candidate: throughput(*candidate), default=None)
-    fp32 = 1.0 if wgrad else utilization(geometry.rows, 8)
+    fp32 = 1.0 if wgrad else utilization(geometry.rows, 8)  # its throughput, with output channels padded to 8
     return best[1] if best and throughput(*best) > fp32 else None
 
 

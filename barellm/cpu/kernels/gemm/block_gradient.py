@@ -36,7 +36,7 @@ def pack_strips(k, packed, x, row_begin, *, dims, inner, width, block, left) -> 
     tokens = k.min(k.num_elements(dims, inner) - row_begin, CHUNK)
     item_tokens = amx.TILE_K if tiling.tiles else PACKED
     with k.when(tokens > 0), k.parallel_for(k.ceil_div(tokens, item_tokens)) as number:
-        t = number * item_tokens
+        t = number * item_tokens  # the item's first token
         some = k.min(tokens - t, item_tokens)
         if tiling.tiles:
             with k.loop(0, width // amx.NR) as strip:
@@ -62,8 +62,8 @@ def block_sparse_wgrad(k, dweight, x, dy, places, count, row_begin, *, dtype, di
     # Rows of this chunk: below 0 in a planned chunk that this run does not reach.
     tokens = k.min(k.num_elements(dims, inner) - row_begin, CHUNK)
     steps = tiling.steps(tokens)
-    tiles = ceil_div(tiling.nr, tiling.rows)
-    edges = [tiling.nr * i // tiles for i in range(tiles + 1)]
+    tiles = ceil_div(tiling.nr, tiling.rows)  # register tiles in a strip's columns
+    edges = [tiling.nr * i // tiles for i in range(tiles + 1)]  # first columns of these, as even as can be
 
     def strip(packed, line, i) -> Any:
         return packed.at((line * tiling.strips + i) * strip_units(tiling))

@@ -39,7 +39,7 @@ def pack_blocks(k, packed, weight, count, *, block, transposed) -> None:
     unit] [nr]; of its columns, or where `transposed` of its rows."""
     k.use(block_tile.isa_of(k.isa, block))
     tiling = block_tile.Tiling.of(k.isa, weight.dtype, block)
-    strip = block // tiling.pair * tiling.nr
+    strip = block // tiling.pair * tiling.nr  # units of a strip: [k unit][nr]
     with k.parallel_for(count) as number:
         source = weight.at(number * (block * block))
         for i in range(tiling.strips):
@@ -73,11 +73,11 @@ def block_sparse_gemm(k, out, partials, x, packed, table, segments, skipped, ent
     tiling = block_tile.Tiling.of(k.isa, x.dtype, block)
     rows, first_entry = tiling.rows, segments * 4 + skipped
     height, tokens = tile_tokens(tiling, C), k.num_elements(dims, inner)
-    total = k.ceil_div(tokens, height) * segments
-    x_tile_number = k.var(-1)
+    total = k.ceil_div(tokens, height) * segments  # work items
+    x_tile_number = k.var(-1)  # the tile of tokens in x_tile; -1: none
     x_tile, stride = k.thread_scratch("fp32" if tiling.pair == 1 else x.dtype), own_stride(tiling, C)
     sums = x_tile.at(height * stride).as_dtype("fp32")  # of AMX tiles
-    grain = k.max(k.min(grain, total // (k.threads * 8)), 1)
+    grain = k.max(k.min(grain, total // (k.threads * 8)), 1)  # at least 8 takes a thread, for load balance
     with amx.tile_registers(k, tiling.tiles), k.parallel_range(total, grain) as (begin, end), k.loop(begin, end) as unit:
         number, segment = unit // segments, unit % segments
         target, slot, first, last = (table.get(segment * 4 + i) for i in range(4))
@@ -97,7 +97,7 @@ def block_sparse_gemm(k, out, partials, x, packed, table, segments, skipped, ent
             with k.loop(first, last) as entry:
                 skip, block_number = table.get(first_entry + entry) * block, table.get(first_entry + entries + entry)
                 panel = packed.at((block_number * tiling.strips + i) * (block // tiling.pair * tiling.nr))
-                left = x_tile.at(t * stride + skip)
+                left = x_tile.at(t * stride + skip)  # the tokens' columns of the block
                 if tiling.tiles:
                     amx.accumulate_steps(k, amx.row_major(left, 2 * stride), panel, block // amx.TILE_K)
                 else:
@@ -170,7 +170,7 @@ def _append_block_gemm(op: Op, c: Lowering, given: Tensor, out: str, table: Tens
         partials = (part(c.workspace("partials", 4 * given.size // C * slots * block)), "fp32")
     constants = shape_of(given) | {"shape": BlockShape(C, K, block, slots), "mode": op.modes[out]}
     numbers = {"segments": segments, "skipped": lists.cuts.size, "cuts": len(lists.cuts), "entries": len(layout)}
-    mean = ceil_div(len(layout), segments) * block**2 * tile_tokens(tiling, C)
+    mean = ceil_div(len(layout), segments) * block**2 * tile_tokens(tiling, C)  # multiply-adds of a work item
     operands = numbers | {"out": op.outputs[out], "partials": partials, "table": table, "grain": ceil_div(WORK, mean)}
     written = "out partials" if slots else "out"
     c.call(block_sparse_gemm, operands | {"x": given, "packed": weights["packed"]}, constants, writes=written)

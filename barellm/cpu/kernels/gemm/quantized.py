@@ -27,7 +27,8 @@ def quantized_skinny_gemm(k, out, second, x, codes, scales, bias, other, *, cols
         dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str,
         strides: tuple[tuple[str, int], ...] = ()) -> None:  # fmt: skip
     """The kernel: out (rows, cols) = x (rows, depth) @ weight, then the `epilogues`, for FEW rows at most; nothing if a run has
-    more. `codes`, `scales`: the weight (cols, depth), of quantization scheme `weights`; the rest as in `gemm.gemm`."""
+    more. `codes`, `scales`: the weight (cols, depth), of quantization scheme `weights`; the rest as in `gemm.gemm`. `second`,
+    `bias`, `other`: of the epilogues."""
     rows, row_strides = k.num_elements(dims, inner), dict(strides)
     make_epilogue = partial(epilogue.Epilogue, k, Tile(1, TILE // k.lanes), out, second, bias, other, cols=cols,
         epilogues=epilogues, mode=mode, bias_in_registers=False, strides=row_strides)  # fmt: skip
@@ -66,6 +67,8 @@ class DequantizePanel(packing.PackTask):
     of `pieces` groups of columns."""
 
     def __init__(self, weight: QuantizedWeight, loop: gemm_mainloop.GemmMainloop, into, panel_id, step: int, pieces: int) -> None:
+        """`col`, `k_block`, `depth`: first column, number and depth of the block that `panel_id` names; `first`: its first step in
+        the matrix."""
         self.weight, self.loop, self.vnni = weight, loop, packing.uses_vnni(loop.k.isa, loop.a.dtype)
         self.col, self.k_block, depth = loop.block_of_panel(panel_id)
         self.first, self.out = self.k_block * (loop.kc // step), into.as_dtype("i32")
@@ -94,7 +97,7 @@ class DequantizeFprop(DequantizePanel):
         k, nr, codes, last_tile = self.k, self.loop.nr, self.weight.codes, ceil_div(self.loop.cols, TILE) - 1
         column = self.col + v * k.lanes
         tile, within = k.min(column // TILE, last_tile), column % TILE
-        at = self.first + block
+        at = self.first + block  # block of the stored row
         scale = self.weight.scale(tile, at * BLOCK // self.weight.group_elements, within)
         numbers = [x * scale for x in islice(codes.values(codes.block(tile, at), within), elements)]
         for i, vector in enumerate(_vnni_pairs(k, numbers) if self.vnni else numbers):
@@ -107,9 +110,9 @@ class DequantizeDgrad(DequantizePanel):
     def dequantize(self, tile, i, rows: int) -> None:
         """The first `rows` rows of a tile, in the panel's block i. Columns behind the last block repeat it."""
         k, codes, unit_rows = self.k, self.weight.codes, 2 if self.vnni else 1
-        wanted = self.col // BLOCK + i
+        wanted = self.col // BLOCK + i  # block of columns
         block, at, here = k.min(wanted, codes.blocks - 1), wanted * BLOCK - self.col, self.first + tile
-        group = block * BLOCK // self.weight.group_elements
+        group = block * BLOCK // self.weight.group_elements  # of the stored rows
         for within in range(0, rows, k.lanes):
             scale = self.weight.scale(here, group, within)
             numbers = [x * scale for x in codes.values(codes.block(here, block), within)]
@@ -138,7 +141,7 @@ def _transpose_columns(k, columns) -> list[list[Value]]:
         columns = [k.shuffle(a, b, order) for a, b in halves for order in (low, high)]
     width = min(BLOCK, lanes)
     parts = [k.shuffle(v, None, list(range(i, i + width))) if lanes > width else v for v in columns for i in range(0, lanes, width)]
-    each = BLOCK // width
+    each = BLOCK // width  # vectors of a row
     return [parts[i : i + each] for i in range(0, len(parts), each)]
 
 

@@ -49,11 +49,11 @@ def lower_classifier(op: Op, c: Lowering, *, gradients: bool = False) -> None:
     rows = x.size // width
     logits = (part(c.workspace("logits", min(rows, CHUNK) * V * itemsize(x.dtype))), x.dtype)
     totals = {"losses": op.loss} | ({"nexts": op.next_loss} if loss is SOFTCAPPED else {})
-    of_rows = {name: c.workspace(name, 4 * rows) for name in totals}
+    of_rows = {name: c.workspace(name, 4 * rows) for name in totals}  # a loss for each row
     if gradients:
         c.thread_scratch(loss.scratch(V))
     for first in range(0, rows, CHUNK):  # those beyond a run's rows do nothing
-        chunk = (first, CHUNK)
+        chunk = (first, CHUNK)  # (first row, rows at most)
         x_rows = append_logits(op, c, logits, V, chunk, transposed=transposed)
         operands = {"lse": None, "logits": logits, "targets": rows_of(op.targets, first, rows, 1),
             "loss_scale": op.loss_scale if gradients else None, "row_begin": first, "row_limit": CHUNK}  # fmt: skip

@@ -41,7 +41,7 @@ class SymmetricGemm:
 
     def __init__(self, k, out, x, factors: tuple[Value, Value] | None, *, n: int, depth: int, columns: bool, tile: Tile) -> None:
         """Operands as in `symmetric_gemm`; `factors`: linear and square in all lanes. Scratch: two B panels, two A panels, the
-        accumulators of an item's rows, [row][NR] fp32."""
+        accumulators of an item's rows, [row][NR] fp32. `panels` x `m_blocks` items, `k_blocks` KC blocks of `kc`."""
         self.k, self.out, self.x, self.factors = k, out, x, factors
         self.n, self.depth, self.columns, self.tile, self.nr = n, depth, columns, tile, tile.nr(k.isa)
         self.vnni, self.overlap = packing.uses_vnni(k.isa, x.dtype), packing.can_overlap_packing(k.isa, x.dtype)
@@ -63,7 +63,7 @@ class SymmetricGemm:
     def _pack_b_panel(self, into, panel_id) -> packing.PackTask:
         """The task that packs B panel `panel_id` (panel index * k_blocks + KC block) into `into`, [k unit][NR]."""
         k, x, n, nr, kc, depth = self.k, self.x, self.n, self.nr, self.kc, self.depth
-        col, p = panel_id // self.k_blocks * nr, panel_id % self.k_blocks
+        col, p = panel_id // self.k_blocks * nr, panel_id % self.k_blocks  # first column, KC block
         if self.columns or self.factors is not None:
             ragged = n if n % nr else None
             return packing.PackB(k, into, x.at(p * (kc * n)), col, self._kc_of(p), stride=n, width=nr, cols=ragged)
@@ -140,7 +140,7 @@ class SymmetricGemm:
             if a_panel is not None:
                 self.a_panels.step()
 
-        dst = self.accumulators.at((row - self.first) * self.nr)
+        dst = self.accumulators.at((row - self.first) * self.nr)  # [MR][NR]: rows of NR, one after the other
         sums = microkernel(k, tile, load_a, panel, k_units, vnni, tail=tail, prefetch=pack_step if self.overlap else None,
             c_init=(p > 0, dst) if self.k_blocks > 1 else None, is_last_k=is_last_k)  # fmt: skip
         for i, value in enumerate(value for values in sums for value in values):
@@ -150,7 +150,7 @@ class SymmetricGemm:
         """The epilogue of a work item: its accumulators and their transposes to out, in squares of `lanes` x `lanes`."""
         k, lanes, n = self.k, self.k.lanes, self.n
         with k.loop(self.first, self.last, lanes) as row, k.loop(self.col, k.min(self.col + self.nr, n), lanes) as column:
-            inside = (row + (lanes - 1) < self.last) & (column + (lanes - 1) < n)
+            inside = (row + (lanes - 1) < self.last) & (column + (lanes - 1) < n)  # the square and its mirror image are whole
             for masked, branch in ((False, k.when), (True, k.otherwise)):
                 with branch(inside):
                     self._store_square(row, column, masked)

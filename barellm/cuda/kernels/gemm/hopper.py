@@ -141,7 +141,7 @@ def launch_hopper_gemm(
         other, epilogue = out, "add" if mode == MODES["add"] else "start"
     problem = tuning.GemmProblem(gemm_kind, operand_of(a)[1], height, width, depth, "hopper", epilogue)
     config = tuning.select_config(c.target, problem)
-    M: Size | int = height if gemm_kind == "tn" else rows  # int = | rows of the result
+    M: Size | int = height if gemm_kind == "tn" else rows  # rows of the result
     partial_out, out_rows, k_per_split = out, M, depth if gemm_kind != "tn" else rows
     split = None
     if slices > 1:
