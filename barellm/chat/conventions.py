@@ -62,17 +62,20 @@ def _object(where: Path | str, content: bytes | None = None) -> dict[str, Any]:
 
 
 def read(files: Mapping[str, bytes], token_ids: Mapping[str, int], *, eot: int | None, leading: int | None = None) -> Conventions:
-    """Parse these files. `token_ids`: name -> id; `eot`: the token before documents; `leading`: the id that the tokenizer itself
-    puts before texts. UserError for a damaged file."""
+    """Parse the files of `collect` (name -> content). `token_ids`: name -> id of the tokenizer's tokens; `eot`: the token before
+    documents, None without one; `leading`: the id that the tokenizer itself puts before texts, None for none. Tokens that the
+    tokenizer's files name come before ids in generation_config.json, and these before config.json's. UserError: a damaged file."""
     found = {name: _object(name, files[name]) for name in files if name.endswith(".json")}
     settings, generation, ids = (found.get(name, {}) for name in (SETTINGS, GENERATION, IDS))
-    named = _named({**found.get("special_tokens_map.json", {}), **settings})
+    named = _named({**found.get("special_tokens_map.json", {}), **settings})  # tokenizer_config.json is the newer file: it wins
     by_purpose = {purpose: token_ids[name] for purpose, name in named.items() if name in token_ids}
     config_ids = {key: [*_ids(GENERATION, key, generation), *_ids(CONFIG, key, ids)] for key in ID_KEYS}
     # A text ends at any of these; the first is the one that is written: the tokenizer's, if it has one.
     ends = [by_purpose["eos_token"]] if "eos_token" in by_purpose else []
     ends += config_ids["eos_token_id"]
     ends = ends or [token_ids[name] for name in AFTER_TEXT if name in token_ids] or ([] if eot is None else [eot])
+    # Before a prompt: as add_bos_token says; where it says nothing, what the tokenizer puts there by itself. A tokenizer with
+    # settings that has neither begins with nothing; only one without any settings, such as GPT-2's own, begins as documents do.
     if isinstance(add_bos := settings.get("add_bos_token"), bool):
         begin = by_purpose.get("bos_token") if add_bos else None
     else:

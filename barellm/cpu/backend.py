@@ -78,7 +78,7 @@ class Bench:
         `mix` says; an update counts twice. If it writes, the better of normal and non-temporal stores counts."""
         read, write, update = mix
         vector = 4 * self.isa.lanes
-        iterations = nbytes // (sum(mix) * vector) & -4096
+        iterations = nbytes // (sum(mix) * vector) & -4096  # a multiple of 4096, so that threads get equal parts
         arrays = [np.ones(iterations * n * self.isa.lanes + 16, np.float32) for n in mix]
         addresses = [(a.ctypes.data + 63) & ~63 for a in arrays]
         out = np.zeros(self.threads * self.isa.lanes, np.float32)

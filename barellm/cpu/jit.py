@@ -80,22 +80,24 @@ def compile_object(ir: str, isa: ISA) -> bytes:
 
 
 def undefined_symbols(code: bytes) -> set[str]:
-    """Names that an ELF64 object leaves to the linker. Other formats are not read: their symbols resolve or fail on load."""
-    if code[:5] != b"\x7fELF\x02":
+    """Names that the ELF64 object file `code` leaves to the linker. Of other formats (Mach-O, COFF) nothing is read and the set is
+    empty: their symbols resolve or fail on load. Offsets and sizes are those of the ELF64 headers."""
+    if code[:5] != b"\x7fELF\x02":  # the magic number, then ELFCLASS64
         return set()
+    # e_shoff and e_shnum: where the section headers begin, of 64 bytes each, and how many there are.
     table, count = struct.unpack_from("<Q", code, 0x28)[0], struct.unpack_from("<H", code, 0x3C)[0]
     sections = [struct.unpack_from("<IIQQQQIIQQ", code, table + 64 * i) for i in range(count)]
     names: set[str] = set()
     for _, kind, _, _, offset, size, link, _, _, _ in sections:
         if kind != 2:  # SHT_SYMTAB
             continue
-        strings = sections[link][4]
-        for at in range(offset + 24, offset + size, 24):
+        strings = sections[link][4]  # sh_offset of the string table that belongs to these symbols
+        for at in range(offset + 24, offset + size, 24):  # 24: sizeof(Elf64_Sym); the first symbol is always empty
             name, _, _, section = struct.unpack_from("<IBBH", code, at)
-            if section == 0:
+            if section == 0:  # SHN_UNDEF
                 start = strings + name
                 names.add(code[start : code.index(b"\0", start)].decode())
-    return names - {"", "_GLOBAL_OFFSET_TABLE_"}
+    return names - {"", "_GLOBAL_OFFSET_TABLE_"}  # the linker itself makes that one
 
 
 def cached_object(key: str, isa: ISA, emit_ir: Callable[[], str]) -> bytes:

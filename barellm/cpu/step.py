@@ -54,7 +54,9 @@ class Lowered(LoweredProgram[Lowering]):
 
 
 def barriers(calls: list[Call], address: Any) -> list[bool]:
-    """Whether all threads must synchronize after each of the calls. address(region) gives its (start, stop) in the arena."""
+    """Whether all threads must synchronize after each of the calls, in their order: where the next one reads or writes bytes that
+    one since the last barrier wrote, or writes bytes that one read. The last call always ends with a barrier. `address(region)`
+    gives its (start, stop) in the arena, in bytes."""
     after = [False] * len(calls)
     reads: list[tuple[int, int]] = []
     writes: list[tuple[int, int]] = []
@@ -116,7 +118,7 @@ def lower_and_plan(
     if written and kept:
         programs = {**programs, RECOMPUTE_SQUARES: recompute_square_sums(store, kept, compute)}
     lowered = {name: Lowered(p, isa, threads, config=config) for name, p in programs.items()}
-    # Each thread's own scratch is on the map like everything else.
+    # Each thread's own scratch is on the map like everything else: in whole pages, one at least; 2 bytes are a bf16.
     thread_scratch_bytes = -(-max(max(low.thread_scratch_bytes for low in lowered.values()), 64) // 4096) * 4096
     thread_scratch = store.get("threads.scratch", (threads, thread_scratch_bytes // 2), "bf16", "cache")
     made = plan_lowered(lowered, store, guard=poison.GUARD if poison.requested() else 0)

@@ -101,7 +101,7 @@ class Pool:
         self._stop = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.code.address("stop"))
         nbytes = sync.SHARED_NBYTES + threads * specialisation.RT_NBYTES
         self._block = ctypes.create_string_buffer(nbytes + 64)
-        self.shared = (ctypes.addressof(self._block) + 63) & ~63
+        self.shared = (ctypes.addressof(self._block) + 63) & ~63  # a cache line's boundary; the 64 bytes more are for this
         self._init_condition()
         for i in range(threads):
             self._set(self.rt(i) + specialisation.RT_THREAD, i)

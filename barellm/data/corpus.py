@@ -91,7 +91,7 @@ def stdlib_corpus(val_fraction: float, *, root: Path | None = None) -> Corpus:
     val: set[str] = set()
     val_bytes = 0
     for name in sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        if val and (val_bytes >= val_limit or len(val) == len(files) - 1):
+        if val and (val_bytes >= val_limit or len(val) == len(files) - 1):  # one file at least for each part
             break
         val.add(name)
         val_bytes += files[name][1]
@@ -138,7 +138,8 @@ def text_corpus(
     """Split files, taken in the given order as one text: the last `val_fraction` of the characters is for validation, as in
     nanoGPT, from the first document that begins there on; if none does, the last document. Plain text without separators is cut at
     the character. val_fraction 0: all is for training.
-    `reported(done, total)` is called with the bytes scanned so far and in all."""
+    `reported(done, total)` is called with the bytes scanned so far and in all. The corpus's hash covers contents and suffixes of
+    the files, the layout and the cut. UserError if there is no character."""
     paths = list(paths)
     total, done, scans = sum(path.stat().st_size for path in paths), 0, []
     for path in paths:
@@ -148,11 +149,12 @@ def text_corpus(
     characters = sum(scan["characters"] for scan in scans)
     if characters == 0:
         raise UserError(f"{name} is empty, expected text")
-    cut = int(characters * (1 - val_fraction))
+    cut = int(characters * (1 - val_fraction))  # characters of training that remain, from the next file's beginning on
     train, val = [], []
     digest = xxhash.xxh3_128(f"{cut} {asdict(layout)}\n".encode())
     for path, scan in zip(paths, scans, strict=True):
         digest.update(f"{scan['digest']} {path.suffixes}{reading_of(path, layout)}\n".encode())
+        # `position`: where the file's validation part begins. All of it is for training, or none, or the cut is inside.
         if cut >= scan["characters"]:
             position, begins = scan["end"], True
         elif cut <= 0:
@@ -175,8 +177,9 @@ def text_corpus(
 
 
 def _walk(path: Path, layout: Layout) -> dict:
-    """Scan a file once: its size on disk and digest, the bytes, characters and end position of its text. Errors anywhere in it are
-    raised here, before the split, so the first faulty place in the file is named, whichever part a tokenizer reads first."""
+    """Scan a file: `stored` bytes on disk and their XXH3-128 `digest`; the `bytes` (UTF-8) and `characters` of its text, and `end`,
+    the position behind its last block (as `blocks` counts positions). Errors anywhere in it are raised here, before the split, so
+    the first faulty place in the file is named, whichever part a tokenizer reads first."""
     digest, stored = xxhash.xxh3_128(), 0
     with reading(path), open(path, "rb") as file:
         while chunk := file.read(CHUNK):

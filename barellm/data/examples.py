@@ -43,6 +43,7 @@ def encode_examples(found: list[forms.Example], tokenizer: tokenizers.Tokenizer)
     """Tokenize examples. Prompt and answer are encoded apart, so no token spans both; conversations are rendered by the model's
     chat template if it has one. UserError, with the location, for an example without a token of prompt or of answer (possible where
     the tokenizer has no end-of-text token to add)."""
+    # A part is (text, trained): True and None are answers, with and without a loss, and end with the end token; False is a prompt.
     known = tokenizer.conventions
     talks = [one.conversation if known.templates else None for one in found]
     written = conversations.encode([talk for talk in talks if talk], tokenizer)
@@ -57,7 +58,7 @@ def encode_examples(found: list[forms.Example], tokenizer: tokenizers.Tokenizer)
         tokens += [piece for piece, _ in segments]
         answer += (flags := [np.full(len(piece), answers) for piece, answers in segments])
         counted = np.concatenate(flags)
-        if not counted.any() or counted[0]:
+        if not counted.any() or counted[0]:  # nothing to learn, or nothing before the first answer token to predict it from
             lacking = "prompt" if counted.any() else "answer"
             why = f"the tokenizer {tokenizer.name} has no end-of-text token that could stand there"
             raise UserError(f"{one.where} has no token in its {lacking}, and {why}: expected at least one")

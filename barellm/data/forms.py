@@ -77,7 +77,9 @@ def read_examples(paths: Iterable[Path]) -> tuple[list[Example], str]:
 
 
 def example(record: Any, where: str) -> Example:
-    """Convert a record of any supported format to an `Example`. UserError, which begins with `where`, for any other record."""
+    """Convert a record of any supported format to an `Example`; a list is taken for its messages. The first form that fits counts:
+    messages (a key of TALKS), a prompt and an answer (texts, or two lists of messages), instruction and output. UserError, which
+    begins with `where`, for any other record, and for fields that ask for something that training would not do."""
     record = {"messages": record} if isinstance(record, list) else record
     if not isinstance(record, dict):
         raise UserError(f"{where} has: {type(record).__name__}; expected {EXPECTED}")

@@ -86,7 +86,7 @@ class HuggingFace(Tokenizer):
                 found[i] = bytes(byte_of[c] for c in name)
             elif self.byte_fallback and len(name) == 6 and name.startswith("<0x"):
                 found[i] = bytes.fromhex(name[3:5])
-            else:  # what the decoder makes of it between two others
+            else:  # what the decoder makes of it between two others: without the "a" before it, and without what "b" alone adds
                 found[i] = _joined(decoder, ["a", name, "b"])[1:].removesuffix(tail).encode()
         return found
 

@@ -127,7 +127,9 @@ class _Buffer:
 
 
 def _plain(path: Path, found: Iterator[bytes], layout: Layout, at: int, begins: bool) -> Iterator[Block]:
-    """Split plain text from file offset `at` on into blocks: a document is one block, or if larger than BLOCK cut between words."""
+    """Split plain text from file offset `at` on into blocks: a document is one block, or if larger than BLOCK cut between words.
+    `found`: the file's bytes from there on; `begins`: a document begins at `at`. With `layout.keep` a document's text includes its
+    separator. An empty separator is never found: the file is one document."""
     separator, buffer = layout.separator.encode(), _Buffer(found, at)
     while True:
         index = buffer.find(separator)

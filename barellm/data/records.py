@@ -125,7 +125,7 @@ def _json(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[str, Any]]:
     text, number = _Text(path, chunks), 0
     array = text.first() == "["
     text.at += array
-    more = text.first() not in (("]", "") if array else ("",))
+    more = text.first() not in (("]", "") if array else ("",))  # "": the file's end; an array's missing end is reported below
     while more:
         number += 1
         where = f"{path}, record {number}"

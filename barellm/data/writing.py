@@ -151,6 +151,7 @@ def write_split(
     try:
         for group in encoding.encoded(corpus, tokenizer, pieces, done.place):
             is_val = group.first < len(corpus.val)
+            # With `val_tokens` the first so many are for validation, wherever a document ends; else the corpus's own split counts.
             val_room = job.val_tokens - writer.counts["val"] if job.val_tokens else len(group.tokens) * is_val
             writer.write("val", group.tokens[: max(0, val_room)])
             writer.write("train", group.tokens[max(0, val_room) :])
@@ -160,6 +161,7 @@ def write_split(
                 documents=done.documents + group.documents,
                 empty_documents=done.empty_documents + group.empty,
                 text_bytes=done.text_bytes + group.bytes,
+                # of a group that is split, by its share of the tokens
                 val_bytes=done.val_bytes + round(group.bytes * min(1, max(0, val_room) / max(1, len(group.tokens)))),
             )
             progress(done.text_bytes, corpus.bytes)

@@ -133,7 +133,8 @@ class Heartbeat:
 
     def fault(self) -> str:
         """A line about the rank at fault (set as `at_fault`), "" if there is none. A rank that waits for another is not blamed:
-        candidates are those with the fewest waits begun, or silent for longest."""
+        candidates are those with the fewest waits begun, or silent for longest. Silence comes first; lateness counts only while
+        this rank itself waits with a timeout (`_since`). Seconds are those of `_clock`."""
         limits = dict.fromkeys(self._others, self._limit)
         for rank, process in self._near.items():
             if process.works():
@@ -145,9 +146,9 @@ class Heartbeat:
         since, clock, one = self._since, self._clock, self._one
         if since is None:
             return ""
-        missed = one is None or self._with_us[one] < self._with[one]
+        missed = one is None or self._with_us[one] < self._with[one]  # else that rank has begun our common wait: it is not late
         # A rank may be late because it waits for another, which has begun fewer waits, or has been silent for longer.
-        for rank, begun in sorted(self._begun.items(), key=lambda item: (item[1], self._heard[item[0]])):
+        for rank, begun in sorted(self._begun.items(), key=lambda item: (item[1], self._heard[item[0]])):  # the likeliest first
             late = missed and (begun < self._waits or rank == one)
             if late and clock - since > limits[rank] * (AHEAD if begun > self._waits else 1):
                 self.at_fault = rank

@@ -34,11 +34,14 @@ def mpiexec() -> str:
 
 
 def start(count: int, arguments: Sequence[str]) -> int:
-    """Run `barellm ARGUMENTS` as `count` processes of this machine and return the exit status. Signals are forwarded to all."""
+    """Run `barellm ARGUMENTS` as `count` processes of this machine and return the exit status: that of the user's signal before all
+    ranks were up, else what a rank has announced, else that of the first rank to fail, else 1 or the launcher's. Signals are
+    forwarded to all ranks. Prints the one line that names a killed rank. UserError for a bad `count`, or without an MPI."""
     if not 1 <= count <= MOST:
         raise UserError(f"--ranks is {count}, expected 1 to {MOST}")
     launcher = launchers.known(mpiexec())
     command = launcher.command(count, sys.executable, "-m", "barellm", *arguments)
+    # Without torchrun's variables: a rank would take itself for one of torchrun's processes (`world`).
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     # A session of its own: Ctrl-C reaches it once, from here.
     process = subprocess.Popen(
@@ -46,14 +49,14 @@ def start(count: int, arguments: Sequence[str]) -> int:
         start_new_session=True, preexec_fn=_end_with_parent,
     )  # fmt: skip
     errors = _Errors(process, stops=launcher.passes_signals)
-    numbers: dict[int, int] = {}
-    ended = 0
+    numbers: dict[int, int] = {}  # process -> rank, of all that have announced themselves
+    ended = 0  # the exit status after a signal that came before that
 
     def receive(number: int, frame: FrameType | None) -> None:
         nonlocal ended
         if len(numbers) == count:
             errors.stops = True
-            number = signal.SIGTERM if number == signal.SIGHUP else number
+            number = signal.SIGTERM if number == signal.SIGHUP else number  # a closed terminal: save and stop
             for other in (process.pid,) if launcher.passes_signals else numbers:
                 with suppress(ProcessLookupError):
                     os.kill(other, number)
@@ -178,7 +181,8 @@ def _pass_on(process: subprocess.Popen[bytes], numbers: dict[int, int]) -> tuple
 
 def _killed(banner: str, numbers: Mapping[int, int], first: tuple[int, int | None] | None = None, count: int = 0) -> str:
     """A line that says which rank was killed by which signal; "" if none was. From `first`, (process, wait status) of the first to
-    exit, else from the launcher's banner. `count`: number of ranks, all of which must be known to name one."""
+    exit, else from the launcher's banner. `numbers`: process -> rank; `count`: of ranks, all of which must be known to name one."""
+    # MPICH's banner has "PID 7 RUNNING AT host" and "(signal 9)", Open MPI's "PID 7 on node host" and "signal 9 (Killed)".
     reported = re.search(r"PID (\d+) (?:RUNNING AT|on node)", banner)
     signalled = re.search(r"\bsignal (\d+) ?[()]", banner)
     process, status = first or (int(reported[1]) if reported else -1, None)

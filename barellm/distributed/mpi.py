@@ -118,8 +118,10 @@ class MpiRanks:
         return {rank: self.receive(rank) for rank in self._readable}
 
     def _try_reading(self) -> dict[int, int]:
-        """{rank: process id} of the other ranks if all are on this machine, may read each other's memory and want to; else {}."""
+        """{rank: process id} of the other ranks if all are on this machine, may read each other's memory and want to; else {}.
+        Sets `number`, this rank's place among those of its machine, and gives the heartbeat their processes. Collective."""
         memory.allow_reading()
+        # The test: each rank offers 8 random bytes, which the others read from its memory and compare with the message's.
         word = np.frombuffer(os.urandom(8), np.uint8)
         own_facts = (self._mpi.Get_processor_name(), os.getpid(), (word.ctypes.data, word.nbytes), word.tobytes())
         everybody = self.gather(own_facts, no_timeout=True)

@@ -1,7 +1,7 @@
 """Supervision of the ranks of one machine from outside. Ranks send each other heartbeats (`distributed.heartbeat`) from their first
 collective to their last; one that is stopped, or exits, before or after that would hang the others for ever.
 
-`barellm train --ranks` looks from the launcher (`Guard`). Under `mpirun` or `srun` the ranks do it themselves (`Fellow`)."""
+`barellm train --ranks` looks from the launcher (`Supervisor`). Under `mpirun` or `srun` the ranks do it (`PeerSupervisor`)."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ class Supervisor(threading.Thread):
     """Kills all ranks below the process `launcher` (mpiexec) where one has been stopped for long, or has ended long before the
     others. `count`: how many there will be. `alone`: this ends all where one is killed, or `failed_s` seconds after one has failed.
     `numbers` is {process: rank} of all that it has seen, and `words` what it has done, or "". After `end`, `first` is the
-    rank's process that has ended first, and how (as in `Ends.status`); None where nobody knows."""
+    rank's process that has ended first, and how (as in `ExitOrder.status`); None where nobody knows."""
 
     def __init__(self, launcher: int, count: int = 0, alone: bool = False, failed_s: float = FAILED_S) -> None:
         super().__init__(name="supervisor", daemon=True)
@@ -56,14 +56,16 @@ class Supervisor(threading.Thread):
         self._exit_order.close()
 
     def look(self, passed: float) -> bool:
-        """Check all ranks, `passed` seconds after the last check. True if they had to be killed."""
+        """Check all ranks, `passed` seconds after the last check: where one has failed, or has been stopped or gone for too long,
+        kill all. True if they had to be killed. Adds to `numbers`, `_seconds` and the exit order; sets `words` after a timeout."""
         found = {process: rank for process, rank in ranks_below(self._launcher) if _state(process) != "Z"}
         self.numbers |= found
         for process in found:
             self._exit_order.follow(process)
-        missing = [process for process in self.numbers if process not in found or _state(process) in "Tt"]
+        missing = [process for process in self.numbers if process not in found or _state(process) in "Tt"]  # T, t: stopped, traced
         if self._alone and len(self.numbers) < self._count:
             missing.append(NEVER_SEEN)
+        # Only while others live (`found`): when all have ended there is nobody to kill. A process that came back counts from 0.
         self._seconds = {process: self._seconds.get(process, 0.0) + passed for process in missing if found}
         for process, seconds in self._seconds.items():
             if self._alone and process in self._exit_order.order and (status := self._exit_order.status(process)) != 0:

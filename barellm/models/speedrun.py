@@ -420,6 +420,8 @@ def speedrun() -> Run:
 def speedrun_small() -> Run:
     """The same code at a size that two CPU cores train in two minutes, on the source of Python's standard library. Token counts are
     1/16 of the record's or less; a document is a file, and a row may begin in the middle of one."""
+    # Stage(tokens of a micro-batch, (short, long) attention windows in blocks, share of the scheduled steps): the record's
+    # windows, factors of the learning rate and loss weights. The last stage has no share: it is the 10 extension steps.
     stages = (
         Stage(1024, (1, 3), Fraction(1, 3), lr=1.0, mtp=(1.0, 0.5, 0.25), mtp_end=(1.0, 0.5, 0.0)),
         Stage(2048, (3, 7), Fraction(1, 3), lr=1.52, mtp=(1.0, 0.5), mtp_end=(1.0, 0.0)),

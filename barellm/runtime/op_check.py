@@ -124,6 +124,7 @@ class OpCheck:
             run()
         found = []
         for t in bases:
+            # Formats of several planes (`program.dtypes`) are compared byte by byte.
             kind = np.dtype(np.uint8) if dtypes.FORMATS[t.dtype].planes else dtypes.numpy_dtype(t.dtype)
             if words := difference(first[t].view(kind), self._bytes(t).view(kind)):
                 found.append((t, f"two executions differ: {words}"))

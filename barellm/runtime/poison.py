@@ -56,7 +56,7 @@ class Guards:
         wrong = []
         for t in (*self.plan.persistent, *lives):
             at = self.after[t]
-            if any(a < at + GUARD and at < b for a, b in owned):
+            if any(a < at + GUARD and at < b for a, b in owned):  # another tensor of this program lies there, and may write
                 continue
             if (self.arena._get(at, at + GUARD) != BYTE).any():
                 wrong.append(t.name)

@@ -29,14 +29,16 @@ class Rate:
 
 
 def rate(machine: str, name: str, measure: Callable[[], float], *, renew: bool = False) -> Rate:
-    """The stored rate `name` of a machine (a text with all that it depends on), measured if missing. `renew`: measure again."""
+    """The rate `name` of a machine (a text with all that it depends on), per second: the best of REPEATS calls of `measure`, which
+    takes one measurement. Kept for this process and in the database; a database that can't be written is no error. Measured if
+    missing, once per process if the stored one is noisy, and with `renew` in any case."""
     key = f"{machine}, {name}"
     kept = _process.get(key) or _kept(key)
     if kept and not renew and (key in _process or not kept.noisy):
         return kept
     samples = [measure() for _ in range(REPEATS)]
     found = Rate(max(samples), 1 - min(samples) / max(samples))
-    if kept and not renew and kept.value > found.value:
+    if kept and not renew and kept.value > found.value:  # noise only slows: the higher value is nearer to the truth
         found = Rate(kept.value, found.spread)
     _process[key] = found
     if base := _database():

@@ -101,11 +101,13 @@ def serve(
     models: Mapping[str, Model], at: socket.socket, *, grace: float, seconds: float, engine: Mapping[str, Any],
     ready: Callable[[State], None], **access: Any,
 ) -> None:  # fmt: skip
-    """Serve on socket `at` until a signal. `engine`: options of each `Engine`; `access`: options of `application`; `ready(state)`
-    is called when all models are loaded. UserError if one cannot be."""
-    state, failed = State(seconds), []
+    """Serve `models` (by the name that requests give) on the listening socket `at` until a signal. `grace`: seconds that answers in
+    progress have after it; `seconds`: an answer may take; `engine`: options of each `Engine`; `access`: options of `application`
+    (key, hosts, origins, routes). Models are loaded by a thread while the socket already answers; `ready(state)` is called, in that
+    thread, when all are. If one cannot be, the server stops, and the thread's exception is raised here: UserError, as a rule."""
+    state, failed = State(seconds), []  # `failed`: the exception of `begin`, at most one
 
-    def begin() -> None:
+    def begin() -> None:  # the thread "loading"
         try:
             found = {name: Served(name, model, Engine(model, **engine), int(time.time())) for name, model in models.items()}
             state.models.update(found)
@@ -114,7 +116,7 @@ def serve(
             failed.append(error)
             server.should_exit = True
 
-    def stop() -> None:
+    def stop() -> None:  # at the first signal, in its handler: so engines are closed by threads, each within `grace`
         state.closing = True
         print(f"stopping: answers are finished first, {grace:g} s at most; Ctrl-C stops at once", file=sys.stderr, flush=True)
         for served in state.models.values():
@@ -125,7 +127,7 @@ def serve(
     )
     server = Server(config, stop)
     threading.Thread(target=begin, name="loading", daemon=True).start()
-    server.run(sockets=[at])
+    server.run(sockets=[at])  # returns after a signal, or when `begin` has failed
     for served in state.models.values():
         served.engine.close()
     if failed:

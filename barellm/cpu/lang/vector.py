@@ -190,8 +190,9 @@ SLOPE_LANES = 16  # of a table: those of a vector
 
 @cache
 def _slope_tables() -> list[list[float]]:
-    """[power of r][piece n]: coefficients of the cubics gelu'((n + r) / SLOPE_STEPS) - 1/2 for r in [-1/2, 1/2], interpolated at
-    the four Chebyshev points by Newton's divided differences."""
+    """[power of r, 0 to 3][piece n, 0 to SLOPE_LANES - 1]: coefficients of the cubics gelu'((n + r) / SLOPE_STEPS) - 1/2 for r in
+    [-1/2, 1/2], interpolated at the four Chebyshev points by Newton's divided differences. Each row fills one vector, from which
+    `_gelu_slope_from_tables` permutes. Less 1/2, gelu' is odd: a table for x >= 0 is enough, and the sign is put back."""
     points = [cos((2 * j + 1) * pi / 8) / 2 for j in range(4)]
 
     def cubic(n: int) -> list[float]:
@@ -234,13 +235,14 @@ def sincos_turn(k: Builder, turn: Value) -> tuple[Value, Value]:
 
 
 def transpose_groups(k: Builder, four: list[Value]) -> list[Value]:
-    """Four vectors of 32-bit elements, transposed 4 x 4 elements inside each group of 128 bits: columns 0 to 3 of every group."""
+    """Four vectors of 32-bit elements, transposed 4 x 4 elements inside each group of 128 bits: columns 0 to 3 of every group.
+    Shuffles take lane i of a as i, and that of b as n + i."""
     n = k.lanes
 
     def unpack(a: Value, b: Value, half: int, unit: int) -> Value:
         """unpcklps / unpckhps, or of pairs with `unit` 2: interleaves one half of each 128-bit group of a and b."""
         h = [2 * half, 2 * half + 1]
-        order = [h[0], n + h[0], h[1], n + h[1]] if unit == 1 else [*h, n + h[0], n + h[1]]
+        order = [h[0], n + h[0], h[1], n + h[1]] if unit == 1 else [*h, n + h[0], n + h[1]]  # of a group; all groups alike
         return k.shuffle(a, b, [g + i for g in range(0, n, 4) for i in order])
 
     a, b, c, d = four
@@ -280,6 +282,7 @@ def sums_of_lanes(k: Builder, vectors: list[Value]) -> Value:
     n = k.lanes
     groups = [list(range(g, g + 4)) for g in range(0, n, 4)]
 
+    # `low` and `high`: the lanes of (a, b) that are the two summands of each lane of the result.
     def join(a: Value, b: Value, low: list[int], high: list[int]) -> Value:
         return k.shuffle(a, b, low) + k.shuffle(a, b, high)
 

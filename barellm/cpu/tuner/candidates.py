@@ -109,7 +109,8 @@ def _parts(problem: GemmProblem, tile: gemm_config.Tile, isa: ISA) -> list[int |
 
 
 def cost(problem: GemmProblem, config: gemm_config.GemmConfig, isa: ISA, threads: int) -> float:
-    """The model's estimate in cycles of one core: multiply-adds, packing, bytes from beyond the L2, load imbalance."""
+    """The model's estimate in cycles of one core: multiply-adds, packing, bytes from beyond the L2, load imbalance. It is
+    never reported: only candidates near the least are measured."""
     M, N, K = problem.rows, problem.cols, problem.depth
     tile, nr, size = config.tile, config.tile.nr(isa), itemsize(problem.dtype)
     gradient = problem.operation == "weight_gradient"
@@ -124,14 +125,14 @@ def cost(problem: GemmProblem, config: gemm_config.GemmConfig, isa: ISA, threads
     products = rows * panels * tile.vectors * units * max(1.0, loads)
     pack_cost = PACK_TRANSPOSED if problem.operation.startswith("forward") else PACK_INTERLEAVED
     packing = row_blocks * panels * tile.vectors * units * pack_cost
-    l2_miss_bytes = row_blocks * K * N * size
-    resident = (min(block, M) + nr) * K * size
+    l2_miss_bytes = row_blocks * K * N * size  # each block of rows reads all of B
+    resident = (min(block, M) + nr) * K * size  # a block of A and a panel of B, read again for each panel
     if gradient:
         packing += column_blocks * rows / isa.lanes * units * PACK_INTERLEAVED
         l2_miss_bytes += column_blocks * K * M * size
         resident = (round_up(config.mc, isa.lanes) + nr) * min(K, gemm_config.token_chunk(isa)) * size
-    if resident > processor.caches().get(2, processor.TYPICAL[2]):
+    if resident > processor.caches().get(2, processor.TYPICAL[2]):  # more than the L2 holds: A comes anew for each panel
         l2_miss_bytes += panels * M * K * size
     items = row_blocks * column_blocks
-    imbalance = ceil(items / threads) * threads / items
+    imbalance = ceil(items / threads) * threads / items  # the last round of items, in which some threads have none
     return (products + packing + l2_miss_bytes / BYTES_A_CYCLE) * imbalance

@@ -126,7 +126,9 @@ class Harness(harness.Harness):
             raise harness.Wrong(f"it wrote outside its result: {touched}")
 
     def _reference(self, i: int, tokens: int, accumulate: int) -> dict[str, tuple]:
-        """A sample of each result, by name, as ((rows, columns), float64 values, bound)."""
+        """A sample of each result, by name, as ((rows, columns), float64 values, bound). `i`: which of the problem's specs;
+        `tokens`: rows of a run, of a weight gradient its depth; `accumulate`: whether mode "start" adds. At most SAMPLE rows and
+        columns are computed, from operands as they were before the run."""
         problem, given = self.problem, self.data.initial
         constants = dict(problem.specs[i].constants)
         gradient = problem.operation == "weight_gradient"
@@ -142,6 +144,7 @@ class Harness(harness.Harness):
         if constants["mode"] == "add" or (constants["mode"] == "start" and accumulate):
             epilogues.append(result)
 
+        # Epilogue -> the kernel's operand that it reads: residual and an activation's input share the slot "other".
         operands = dict.fromkeys(("residual", *SLOPES), "other") | {"bias": "bias", result: result}
 
         def operand(epilogue: str) -> np.ndarray:

@@ -97,7 +97,8 @@ def problems_of(calls: Iterable[Call]) -> list[GemmProblem]:
 
 
 def _described(call: Call) -> tuple[Gemm, tuple[Operand | None, ...]]:
-    """(sizes of the GEMM that a call computes, its operands by position: None for an absent one or an integer)."""
+    """(sizes of the GEMM that a call computes, its operands by position: None for an absent one or an integer). A weight gradient
+    has N x K results and the tokens as depth; a skinny GEMM is sized at FEW rows, whatever a run has."""
     constants = dict(call.spec.constants)
     names, kinds = positional(call.spec.emit), [str(kind or "") for kind in call.spec.operands]
     args = iter(call.args)

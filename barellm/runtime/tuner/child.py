@@ -19,8 +19,10 @@ from barellm.runtime.tuner.harness import Harness, Wrong
 
 
 def serve(connection: Connection, make_harness: Callable[..., Harness]) -> None:
-    """Answer requests endlessly: `open` a problem (as `make_harness` does), then `check` and `time` candidates for it. Answers are
-    JSON: `ratios` and `default_s`, or `rejected` with the reason, `poisoned` if the device context is lost."""
+    """Answer the requests of `Worker` endlessly: (name, arguments, options), where `open` makes the `Harness` of a problem and any
+    other name is a method of it, `check` or `time`. Answers are JSON objects. `ratios`: what the method returned, for `time` the
+    time over the default's by candidate and round; `default_s`: seconds of one call of the default. Or `rejected`: the reason, and
+    `poisoned`: whether the CUDA context is lost (`DriverError.lost`), so that this process can do nothing more. Never returns."""
     requests: queue.SimpleQueue[tuple[str, tuple[Any, ...], dict[str, Any]]] = queue.SimpleQueue()
 
     def listen() -> None:
@@ -38,7 +40,7 @@ def serve(connection: Connection, make_harness: Callable[..., Harness]) -> None:
             if name == "open":
                 if harness is not None:
                     harness.close()
-                harness, ratios = None, None
+                harness, ratios = None, None  # first: if the next line fails, no closed harness stays
                 harness = make_harness(*arguments, **options)
             else:
                 ratios = getattr(harness, name)(*arguments)

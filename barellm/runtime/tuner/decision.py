@@ -153,10 +153,11 @@ def decide(
         return (fastest, median(again[fastest])) if again and _wins(again[fastest], than) else None
 
     screened = screen(candidates)
+    # Variants of the fastest so far; of the default where nothing was faster.
     screened |= screen(refined(min(screened, key=lambda c: screened[c], default=default)))
     winner, ratio = fastest_of(screened, 1.0) or (default, 1.0)
-    rival = fastest_of(screen(rivals), ratio)
-    if not default_s:
+    rival = fastest_of(screen(rivals), ratio)  # must be clearly faster than the winner, not than the default
+    if not default_s:  # nothing was timed: the verdict still needs the default's seconds
         contest([], SCREEN)
     reasons = [(str(c), reason) for c, reason in rejected.items()]
     default_time = median(default_s) if default_s else 0.0
