@@ -379,7 +379,7 @@ class Model:
             yield session
 
     def _programs(self, wanted: _Wanted) -> dict[str, Any]:
-        """The programs for these sizes, over one store."""
+        """The programs for these sizes, {name: program}, over one store, so that they share the weights."""
         model, compute = self.config.model, self.config.train.dtype
         evaluated, decoded = "eval" in wanted.programs, "decode" in wanted.programs
         store, programs = build(

@@ -54,7 +54,7 @@ class NewFile:
             raise named(error, path) from None
 
     def write(self, data: Any) -> None:
-        """Append the bytes of any contiguous buffer."""
+        """Append the bytes of any contiguous buffer, and hash them. OSError that names the file, such as for a full disk."""
         view = memoryview(data).cast("B")
         self._hash.update(view)
         self.bytes += len(view)

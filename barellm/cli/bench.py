@@ -17,6 +17,7 @@ STEPS = 5
 
 
 def configure(parser: options.Parser) -> None:
+    """The command's options. `rare`: those that --help shows on request; texts that begin with a WHAT hold for that one alone."""
     rare = help.Rare(parser)
     parser.add_argument(
         "what",
@@ -266,7 +267,7 @@ def ceiling_line(r: dict[str, Any]) -> str:
 
 
 def _step_lines(r: dict[str, Any]) -> list[str]:
-    """The result of bench step in lines."""
+    """The result of bench step (`profile.step.step_result`'s JSON, here `r`) as lines for the terminal."""
     split = ", ".join(f"{name} {seconds:.2f}" for name, seconds in r["first_step_split"].items())
     speed = f"{r['median_s'] * 1e3:.1f} ms (median of {r['steps']}, least {r['min_s'] * 1e3:.1f})"
     peak = f"{r['percent_of_peak']:.1f} % of {r['peak_flops'] / 1e9:.0f} GFLOP/s (measured)"
@@ -285,7 +286,7 @@ def _step_lines(r: dict[str, Any]) -> list[str]:
 
 
 def _ops_lines(r: dict[str, Any]) -> list[str]:
-    """The result of bench ops as a table, the slowest op first."""
+    """The result `r` of bench ops as a table, the slowest op first; columns of `alone_s` and the baseline only where measured."""
     columns = {"n": 4, "ms": 9, "% step": 7, "GFLOP/s": 8, "GB/s": 6, "% roof": 7}
     columns |= {"alone ms": 9} if "alone_s" in r["ops"][0] else {}
     columns |= {"/ torch": 10} if "peer" in r else {}

@@ -30,6 +30,7 @@ DIM, PLAIN = "\033[2m", "\033[0m"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """The command's options; those that several commands share are in `parsing.options` (context, sampling, opening a model)."""
     parser.add_argument("checkpoint", metavar="RUN")
     options.add(parser, "--system TEXT", "the system message (default: the template's own)", type=options.escaped)
     options.add(parser, "-n --max-new-tokens N", "most tokens of an answer, half the context at most (default: 512)", 512, least=1)

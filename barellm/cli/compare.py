@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _found(args: argparse.Namespace) -> dict[str, list[Trained]]:
-    """Groups of finished runs, by the name of their first run."""
+    """Groups of finished runs, by the name of their first run: those before and behind --against; without it one group for each
+    configuration, to which runs of other seeds in the folders beside are added. UserError for less than two groups."""
     if both := set(args.preset) & set(args.against):
         raise UserError(f"{min(both)} is named before and behind --against, expected it in one group")
     if len(args.preset) + len(args.against) < 2 or not args.preset:
@@ -79,7 +80,8 @@ def _found(args: argparse.Namespace) -> dict[str, list[Trained]]:
 
 
 def _trained(args: argparse.Namespace) -> dict[str, list[Trained]]:
-    """Groups by rounding, trained where they are not there yet."""
+    """Groups by rounding ("as-it-is" first), of --seeds runs each, trained where their folders are not there yet. A rounding may
+    set environment variables, which are put back after its runs. Changes `args.preset` from a list to a name."""
     from barellm.assembly.build import chosen_device, resolved
 
     wanted = args.roundings.split(",")

@@ -85,7 +85,7 @@ def memory() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any]:
-    """The GPU for `--device cuda`, or why there is none."""
+    """{title: value} of the GPU for `--device cuda` and of its tools, or why there is none: a missing driver is no error here."""
     from barellm.cuda import compile as cuda_compile
     from barellm.cuda import cublaslt, driver
 

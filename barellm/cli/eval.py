@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """The command's options; `run` refuses combinations that would contradict each other."""
     add_checkpoint(parser)
     add(parser, "--data SOURCE", "another dataset, of which the validation split is used (default: the run's own)")
     add(parser, "--split", "the validation split, or all of the text (default: val)", "val", choices=("val", "all"))
@@ -39,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the options and run the evaluation that they choose."""
+    """Refuse options that contradict each other (UserError), then run the evaluation that they choose. Returns the exit status."""
     from barellm.cli.checkpoints import found
 
     if args.hellaswag is not None and (args.data is not None or args.split == "all" or args.tokens or args.first):
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _loss(args: argparse.Namespace, checkpoint: Found) -> int:
-    """Evaluate the loss of a text and print it."""
+    """Evaluate the loss of the text of --data or of the run's own, and print it: nats a token, bits a byte. Returns 0."""
     from barellm.data.sources import prepare
     from barellm.evaluation.validation import Evaluator
     from barellm.training.inputs import with_document_mask
@@ -97,7 +98,7 @@ def _print(checkpoint: Found, nats: float, bits: float | None, words: str) -> No
 
 
 def _hellaswag(args: argparse.Namespace, checkpoint: Found) -> int:
-    """Evaluate HellaSwag and print the accuracy."""
+    """Evaluate HellaSwag and print both accuracies, by the sum and the mean of an ending's losses. Returns 0."""
     from barellm.evaluation import hellaswag
     from barellm.evaluation.scoring import Scorer, shape_for
 

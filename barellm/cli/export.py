@@ -18,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export the checkpoint and print what was written."""
+    """Export the checkpoint and print what was written. --format may be another program's name of it (`aliases`). Returns 0."""
     from pathlib import Path
 
     from barellm.config.aliases import FORMATS

@@ -25,7 +25,8 @@ def configure(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert the model and print how to use it."""
+    """Convert the model to a run's folder and print how to use it. Without a preset the configuration is that of a model of its
+    kind (`imported.like`); llm.c's optimizer state is taken along where its files lie beside. Returns 0."""
     from pathlib import Path
 
     from barellm.data.gpt2 import Gpt2

@@ -15,6 +15,7 @@ STAGES = {"cpu": ("summary", "ir", "asm"), "cuda": ("summary", "ir", "ptx", "sas
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """The command's options; `_check_options` refuses those of the other device."""
     parser.add_argument("kernel", nargs="?", metavar="KERNEL", help="a kernel, an op, or a symbol of the list")
     add(parser, "--preset PRESET", "the preset whose kernels are meant (default: gpt2-124m)", "gpt2-124m")
     add(parser, "--dtype",

@@ -22,6 +22,7 @@ MOST_SHOWN = 8  # ranks whose memory is shown one by one
 
 
 def configure(parser: options.Parser) -> None:
+    """The command's options. `rare`: those that --help shows on request; last, a key of any configuration is an option."""
     rare = help.Rare(parser)
     options.add(parser, "--measure",
         "show the roofline of a step; an estimate by the rates of this machine, which are measured once")  # fmt: skip
@@ -48,7 +49,7 @@ def configure(parser: options.Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan, or the scaling model or GEMM tilings that options ask for."""
+    """Print the plan, or the scaling model (--interconnect) or one GEMM's tiling (--gemm) in its place. Returns the exit status."""
     from barellm.assembly.build import resolved
     from barellm.models.training_schedule import only_stage
     from barellm.tools.plan import devices, plan
@@ -156,7 +157,7 @@ def _tilings(args: argparse.Namespace, built: Any, programs: Iterable[str], size
 
 
 def _tables(n: dict[str, Any]) -> list[str]:
-    """The plan in lines: memory, operations by family, fused ops, roofline."""
+    """The plan in lines: memory, operations by family, fused ops, roofline. `n`: the numbers of `plan.report`, those of --json."""
     from barellm.tools.plan.devices import where
 
     rank = f" of rank {n['rank']} of {n['ranks']}" if "rank" in n else ""

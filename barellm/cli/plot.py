@@ -76,7 +76,7 @@ def _page(args: argparse.Namespace, console: Console) -> int:
 
 
 def _exponent_stats(args: argparse.Namespace, console: Console) -> int:
-    """Show the exponent histograms of one run."""
+    """Show the exponent histograms of one run: as JSON, as a picture (--out) or in the terminal, the last step. Returns 0."""
     from barellm.checkpoint import checkpoint
     from barellm.training import exponent_stats, exponent_stats_chart
 

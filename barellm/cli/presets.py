@@ -17,7 +17,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table of presets, or the values of one."""
+    """Print the table of presets, or the values of one as TOML, or either as JSON. Returns 0; UserError for an unknown name."""
     if args.preset:
         config = models.preset(args.preset)
         print(json.dumps(overrides.to_json(config)) if args.json else toml(config))

@@ -101,7 +101,7 @@ def _of_gpu(r: dict[str, Any]) -> list[str]:
 
 
 def _of_threads(r: dict[str, Any]) -> list[str]:
-    """Lines on work, barriers and idle time of each thread."""
+    """Lines on work, barriers and idle time of each thread, in ms. `r`: `profile.measure`'s result."""
     step, low_high = r["step_s"], "{:+.2f} to {:+.2f}".format(*r["tracing_quartiles_percent"])
     out = ["", f"{'thread':<10}" + "".join(f"{name:>14}" for name in ("work ms", "barriers ms", "idle ms", "missed %"))]
     for t in r["by_thread"]:

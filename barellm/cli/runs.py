@@ -21,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List the runs of a folder."""
+    """List the runs in a folder, or the one that it is: the latest first, or by loss, those without one last. Returns 0."""
     root = Path(args.folder)
     folders = [path.parent for path in sorted([*root.glob("config.json"), *root.glob("*/config.json")])]
     if not folders:
@@ -71,7 +71,7 @@ def own_keys(saved: Any, folder: Path) -> dict[str, Any]:
 
 
 def table(found: list[dict[str, Any]]) -> list[str]:
-    """The runs as lines; the best one is marked."""
+    """The runs (`facts` of each) as lines, two for each; the one with the least validation loss is marked. "-": not measured."""
 
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else f"{value:{form}}"

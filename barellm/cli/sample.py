@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """The command's options. TEXT may have escapes (`options.escaped`)."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
     text = {"type": options.escaped, "metavar": "TEXT"}
     parser.add_argument("--prompt", help=rf"what the text begins with (default: nothing); {options.ESCAPES}", **text)

@@ -23,6 +23,7 @@ LEAST = {"slots": 1, "queue": 1, "context": 0, "port": 0, "timeout": 1, "grace":
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """The command's options. Each default stands twice, as a value and in the text for --help; `run` checks the ranges in LEAST."""
     parser.add_argument("run", metavar="RUN", nargs="+")
     options.add(parser, "--host ADDRESS", "address to listen at (default: 127.0.0.1)", LOOPBACK[0])
     options.add(parser, "--port N", "port; 0 is a free one (default: 8000)", 8000)
@@ -93,7 +94,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _banner(at: socket.socket, state: State, key: bool) -> None:
-    """Print addresses and models once the server is ready."""
+    """Print addresses and models once the server is ready: called by the loading thread. `key`: whether requests need one."""
     from barellm.training.console import show
 
     host, port = at.getsockname()[:2]

@@ -19,6 +19,7 @@ from barellm.training.console import Console
 
 
 def configure(parser: options.Parser) -> None:
+    """The command's options, in --help's groups; last, every key of a configuration is an option (`add_configuration`)."""
     training, output = help.group(parser, "training"), help.group(parser, "output")
     options.add(training, "--resume", "resume the run in --out; from its newest complete checkpoint")
     options.add_device(training, "auto, cpu, cuda or reference; that is NumPy, for small models", "auto")

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _on_cpu(config: Config) -> tuple[Tuner, list[Any]]:
-    """(the tuner, the GEMMs of the preset's programs on the CPU)."""
+    """(the tuner, the GEMMs of the preset's training, evaluation and decoding programs as the CPU lowers them)."""
     from barellm.assembly.build import build_programs
     from barellm.cpu.isa import host
     from barellm.cpu.step import lower_and_plan

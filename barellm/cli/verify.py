@@ -26,6 +26,8 @@ def configure(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Replay a step of the run and print what differs. Returns 0 if all bits are equal and no op is at fault, else 1. Takes the
+    run's ISA where this machine has it (sets BARELLM_ISA): other vector widths sum in another order."""
     from barellm.assembly.build import chosen_device
     from barellm.cpu.isa import available, host
     from barellm.interop.sources import starting_weights

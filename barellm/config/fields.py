@@ -115,6 +115,7 @@ def divides(other: str, default: int, help: str, *, even: bool = False, unless: 
     """A field for a number >= 1 that divides field `other`, with `even` into even parts; any number if field `unless` is not 0."""
 
     def check(key: str, found: Any, config: Any) -> str | None:
+        """What is wrong with the value `found` of `key`, None if nothing is. `config`: whole, `other` and `unless` included."""
         total = getattr(config, other)
         if found < 1:
             return f"{key} is {found}, expected at least 1"

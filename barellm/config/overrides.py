@@ -204,7 +204,7 @@ def of_file(file: File) -> Config:
 
 
 def read_file(path: Path) -> File:
-    """Read a TOML file, or a run's config.json."""
+    """Read a TOML file, or a run's config.json (by the suffix .json). UserError for what is not valid, or has unknown sections."""
     import tomllib
 
     kind = "JSON" if path.suffix == ".json" else "TOML"
@@ -219,7 +219,8 @@ def read_file(path: Path) -> File:
 
 
 def _parsed(tree: Any, origin: str) -> File:
-    """Flatten a parsed file to keys, and check its sections."""
+    """Flatten a parsed file to keys "section.key", and check its sections. `origin`: its path, with which every UserError begins;
+    values are checked later, when the architecture is known."""
     if not isinstance(tree, Mapping):
         raise UserError(f"{origin} holds {type(tree).__name__}, expected the configuration of a run")
     names: dict[str, Any] = {}

@@ -153,7 +153,7 @@ def _plain(path: Path, found: Iterator[bytes], layout: Layout, at: int, begins: 
 
 
 def _cut_text(path: Path, held: _Buffer, separator: bytes) -> str:
-    """The first block of a document that is longer than one."""
+    """The first block of a document that is longer than one, cut between words; if LONGEST_WORD bytes have none, there."""
     window = BLOCK
     while True:
         held.reach(window + len(separator))

@@ -30,7 +30,7 @@ NAP_S = 0.0002
 
 
 def limit_seconds() -> float:
-    """Timeout in seconds: `BARELLM_RANK_LIMIT`, else 20."""
+    """Timeout of silence in seconds: `BARELLM_RANK_LIMIT`, else LIMIT_S. UserError unless it is more than two beats."""
     requested = os.environ.get("BARELLM_RANK_LIMIT")
     if requested is None:
         return LIMIT_S

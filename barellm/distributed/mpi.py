@@ -62,6 +62,7 @@ class MpiRanks:
         receives = [(rank, array) for rank, array in receives if rank not in self._readable]
 
         def transfer() -> None:
+            # Between the two barriers ranks read each other's memory, where they may; a failed read is told at the second one.
             if self._readable:
                 self.barrier()  # all have what is read now
             self._wait(self._requests(sends, receives, ARRAYS))

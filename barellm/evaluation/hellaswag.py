@@ -126,7 +126,7 @@ def _integer(value: Any) -> int:
 
 
 def _of_bin(path: Path, tokenizer: tokenizers.Tokenizer, limit: int) -> list[Example]:
-    """Parse llm.c's file of tokenized examples."""
+    """Parse llm.c's file of tokenized examples (int32 header, then uint16 words); at most `limit`, 0: all."""
     if tokenizer.name != GPT2:
         raise UserError(f"{path} has GPT-2's ids, the model has tokenizer {tokenizer.name}: pass the jsonl")
     content = path.read_bytes()

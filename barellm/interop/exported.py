@@ -75,7 +75,7 @@ def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | Non
 
 
 def _adapter(source: Path, out: Path, *, licence: str | None, merge: bool) -> list[str]:
-    """Export the adapter of a run as a PEFT folder."""
+    """Export the adapter of the run or checkpoint `source` as the PEFT folder `out`; returns lines for the user, as `export`."""
     if merge or licence is not None:
         raise UserError(f"--format {PEFT} is the adapter alone: leave out {'--merge' if merge else '--license'}")
     others = source.exists() and not checkpoint.holds_any(source)  # another program's file or folder

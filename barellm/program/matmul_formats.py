@@ -89,6 +89,8 @@ class _Inserting:
             op.inputs[slot] = t.on(self.rounded[key]) if isinstance(t, View) else self.rounded[key]
 
     def _append(self, t: Tensor, kind: str, op: Op) -> Tensor:
+        """Append the rounding of operand `t` (one of `kind`) of the matmul `op` to its format, with the state that the rule keeps
+        for the scale; returns the rounded tensor, of t's shape. `names` numbers the states of one name."""
         p, form, rule = self.p, self.formats.of[kind], self.formats.rule
         if rule == "static":
             bias = p.constant(f"exponent.{form.top}", np.array([form.top], np.float32))

@@ -53,6 +53,9 @@ class OpCheck:
 
     @np.errstate(invalid="ignore", over="ignore")
     def _run(self, program: str) -> None:
+        """Run a program op by op, in place of the session's own start: each op is compared with the float64 reference, computed
+        from the bytes that the op read. With `again` an op runs twice, and no tensor may change between its writer and its
+        readers (`_left`: digest and writer of each). Appends to `faults`; a program goes on behind a fault."""
         session, block = self.session, self.session._block
         oracle = ReferenceSession({program: session.programs[program]})
         oracle.memory = self._memory
@@ -61,6 +64,7 @@ class OpCheck:
         read_later = {t.base for op, _ in ops for t in op.inputs.values()}
 
         def read(op: Op, named: dict[str, Tensor]) -> dict[str, np.ndarray]:
+            """The values of an op's operands `named`, copied out of the session's memory at this moment."""
             shapes = {}
             for t in {*named.values(), *(t.base for t in named.values())}:
                 at = session.plan.offsets[t.base]

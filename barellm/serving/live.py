@@ -135,6 +135,7 @@ def routes(folder: Path) -> list[Any]:
             raise HTTPException(404, "no such run") from None
 
     def metrics(request: Any) -> Response:
+        # From byte `since`, if the file is still `file` (its inode) and not shorter; else from the beginning. Whole lines only.
         since, expected = (request.query_params.get(name, "") for name in ("since", "file"))
         with opened(request.query_params, "metrics.jsonl") as file:
             status = os.fstat(file.fileno())

@@ -30,6 +30,7 @@ class Tracker:
         self.log(subject.step, {}, {"config": f"```\n{json.dumps(subject.config, indent=1)}\n```"})
 
     def log(self, step: int, numbers: Mapping[str, float], texts: Mapping[str, str]) -> None:
+        """Append one event to the file: a scalar for each of `numbers`, a text panel for each of `texts`, by tag."""
         import numpy as np
 
         # Of values in this form all of TensorBoard's readers drop the later ones at a START; one of them keeps tensors.
