@@ -13,7 +13,7 @@ LEAST_SEQ = 16
 
 def of_training(config: Config, limit: int, plan: Callable[[Config], Plan], *, ranks: int = 1) -> str:
     """Advice at the end of an out-of-memory message: which changes make the run fit `limit` bytes. `plan(config)` gives a plan;
-    batches stay multiples of `ranks`."""
+    batches stay multiples of `ranks`. Each change by itself where one is enough, else all savings together."""
     train, all_savings = config.train, {"recompute": True, "moments": "16bit"}
 
     def fits(**changes: Any) -> bool:

@@ -22,7 +22,7 @@ QUANTIZED_ROWS = 5  # fewer rows are multiplied with quantized weights in an ord
 
 @mistakes_named
 def serving_programs(model: ModelConfig, *, slots: int, positions: int, piece: int, compute: str) -> dict[str, Program]:
-    """The four programs of continuous batching, over one store. UserError for a model without a KV cache."""
+    """The module's four programs over one store, with KV caches of `slots` x `positions`. UserError: a model without a KV cache."""
     if models.whole(model) or "caches" not in inspect.signature(models.of(model).decode).parameters:
         lacks = "KV cache" if models.whole(model) else "parameter caches in its decode"
         raise UserError(f"{models.name_of(model)} has no {lacks}: its texts cannot be generated side by side")

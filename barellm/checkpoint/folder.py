@@ -30,7 +30,8 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def __enter__(self) -> RunFolder:
-        """Create or check the folder, lock it, remove temporaries, and probe that it can be written."""
+        """Create or check the folder, lock it, remove temporaries, and probe that it can be written. After an error nothing that
+        was made here stays. UserError for a finished run without `resume`, and for a file in the folder's place."""
         missing_parents = [folder for folder in self.path.parents if not folder.exists()]
         if self.numbered:
             self.path = made_new(self.path)

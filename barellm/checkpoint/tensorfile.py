@@ -109,7 +109,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     for name, entry in entries.items():
         if problem := _problem(entry):
             raise UserError(f"{path}: the entry of {name!r:.80} in its header {problem}")
-    end, actual = 0, size - 8 - length
+    end, actual = 0, size - 8 - length  # the file: 8 bytes with the header's length, the header, the data
     for lo, hi, name in sorted((*entry["data_offsets"], name) for name, entry in entries.items()):
         if lo != end:
             raise UserError(f"{path}: {name!r:.80} begins at byte {lo} of the data, expected {end}, where the one before ends")

@@ -83,7 +83,7 @@ class Code:
         (table,) = struct.unpack_from("<Q", self.cubin, E_SHOFF)
         count, names_index = struct.unpack_from("<HH", self.cubin, E_SHNUM)
         sections = [SECTION.unpack_from(self.cubin, table + SECTION.size * i) for i in range(count)]
-        _, names, _ = sections[names_index]
+        _, names, _ = sections[names_index]  # of each section: its name's place among the names, offset, size
         at, size = next((at, size) for name, at, size in sections if self.cubin.startswith(b".nv.info\0", names + name))
         end = at + size
         while at < end:
@@ -92,7 +92,7 @@ class Code:
             if (form, attribute) == (EIFMT_SVAL, EIATTR_REGCOUNT):
                 _symbol, registers = struct.unpack_from("<II", self.cubin, at)
                 return registers
-            at += size if form == EIFMT_SVAL else 0
+            at += size if form == EIFMT_SVAL else 0  # other forms hold their value in `size` itself
         raise ValueError(f"the cubin of {self.name} does not say how many registers it takes")
 
     def packed(self) -> bytes:
@@ -293,6 +293,7 @@ def code_of(spec: Specialisation, kernel: Any, arch: int) -> Code:
     assert meta.num_ctas == 1, f"{spec.name} asks for clusters, which nobody launches"
     arguments = tuple(argument_of(t) for _, t in spec.signature)
     params = _params(ptx)
+    # A tensor map is its descriptor, two sizes and two strides; the last two parameters are Triton's own scratch pointers.
     assert len(params) == sum(5 if a == "map" else 1 for a in arguments) + 2, (spec, params)
     descriptors = tuple(
         Descriptor(tuple(d["block_size"]), d["swizzle"], d["elem_size"], d["elem_type"]) for d in (meta.tensordesc_meta or ())

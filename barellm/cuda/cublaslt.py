@@ -187,7 +187,7 @@ class BoundGemm:
         b = cublas.matrix(spec.dtype, b_rows, K)
         out = cublas.matrix(spec.out, out_rows, widths[0])
         layouts = [b, a, out, out]  # of A, B, C, D
-        adds = gemm.residual is not None or spec.mode == "add" or (spec.mode == "start" and accumulate)
+        adds = gemm.residual is not None or spec.mode == "add" or (spec.mode == "start" and accumulate)  # beta, of C
         scratch = round_up(address(gemm.workspace), WORKSPACE_ALIGN)
         workspace = gemm.workspace.stop - gemm.workspace.start - WORKSPACE_ALIGN
         key = spec, rows, gemm.bias is not None

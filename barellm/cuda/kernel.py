@@ -354,7 +354,7 @@ class Lowering:
                 signature.append((name, POINTER[dtype]))
                 args.append(region)
                 (out if name in written else reads).append(region)
-                if region.start % 16 == 0:
+                if region.start % 16 == 0:  # Triton may then load and store 16 bytes at once
                     aligned.append(name)
             else:
                 signature.append((name, "i32"))

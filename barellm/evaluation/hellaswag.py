@@ -94,7 +94,8 @@ def read(path: Path, tokenizer: tokenizers.Tokenizer, *, limit: int = 0) -> list
 
 
 def _of_records(path: Path, tokenizer: tokenizers.Tokenizer, limit: int) -> list[Example]:
-    """Parse and tokenize the jsonl; endings are encoded with a space before them."""
+    """Parse and tokenize the jsonl, at most `limit` lines (0: all); endings are encoded with a space before them. UserError for
+    other records. An empty context becomes the tokenizer's start token, so that the first token of an ending has one before it."""
     rows = []
     for number, (where, row) in enumerate(islice(reading.each_record(path, format="jsonl"), limit or None)):
         try:
@@ -148,7 +149,8 @@ def _of_bin(path: Path, tokenizer: tokenizers.Tokenizer, limit: int) -> list[Exa
 
 
 def _of_words(path: Path, number: int, words: list[int], at: int) -> tuple[Example, int]:
-    """(the example that begins at word `at`, the position behind it)."""
+    """(the example that begins at word `at`, the position behind it): five words (BEGINS, bytes in all, index, label, endings),
+    then the context and each ending as its length and its ids. UserError if lengths do not add up; `number` is for it."""
     damaged = UserError(f"{path}: example {number} is damaged, or the file ends in it")
     begins, nbytes, index, label, count, *_ = [*words[at : at + 5], *[-1] * 5]
     end = at + nbytes // 2

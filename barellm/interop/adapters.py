@@ -140,7 +140,7 @@ def continued(base: Weights, adapter: Adapter, config: Config, changes: Mapping[
     (rank, scale), config = shapes.pop(), base.configured(config, changes)
     options = {"method": f"lora:{rank}", "alpha": float(f"{scale * rank:.12g}"), "rslora": False}
     options |= {"targets": ",".join(_targets(base.model, adapter))}
-    # What codes the base has is the run's choice, where it made one.
+    # What codes the base has is the run's choice, where it made one; all else the adapter's file fixes.
     options |= {"base": adapter.codes} if adapter.codes and "adapter.base" not in changes else {}
     adapted = replace(config.adapter, **options)
     requested = {key: getattr(config.adapter, key) for key in options if f"adapter.{key}" in changes and key != "base"}

@@ -23,8 +23,9 @@ FORMATS = {  # and what each may be stored in
 
 
 def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | None = None, merge: bool = False) -> list[str]:
-    """Export the weights that `source` names to `out` and return lines for the user. `merge`: merge an adapter into its base first.
-    UserError, before anything is written, if the format cannot hold the model or `out` exists."""
+    """Export the weights that `source` names to `out` and return lines for the user. `kind`, `dtype`: a key of FORMATS and one of
+    its dtypes; `licence`: for the model card, None: not said; `merge`: merge an adapter into its base first. All is checked before
+    anything is written: UserError if the format cannot hold the model or `out` exists."""
     for option, name, known in (("--format", kind, FORMATS), ("--dtype", dtype, FORMATS.get(kind, ()))):
         if name not in known:
             also = {of: f" or {other}" for other, of in reversed(aliases.FORMATS.items())}

@@ -162,7 +162,8 @@ def read(path: Path, *, tokenizer: bool = True) -> Weights:
 
 
 def _read(path: Path, package: Any, tokenizer: bool) -> Weights:
-    """Read headers of all parts, derive config.json from the keys, and map llama.cpp's tensor names to ours."""
+    """Read headers of all parts, derive config.json from the keys, and map llama.cpp's tensor names to ours. `path`: the first
+    part; `package`: the module gguf; `tokenizer`: whether to read it too. UserError for a missing part and an unknown model."""
     heads = [header(path)]
     head = heads[0]
     for number in range(2, int(head.values.get("split.count", 1)) + 1):

@@ -178,7 +178,8 @@ def _contents(model: Any, arch: str) -> tuple[dict[str, Any], dict[str, np.ndarr
 
 
 def _tokenizer(writer: Any, tokenizer: Tokenizer | None, vocab: int) -> str | None:
-    """Write the vocabulary and chat template; none where llama.cpp would split text differently. Returns what to tell."""
+    """Write the vocabulary and chat template; none where llama.cpp would split text differently. `vocab`: rows of the embedding.
+    Returns what to tell the user, None: nothing."""
     unsupported = "nothing says which" if tokenizer is None else f"llama.cpp has none of kind {tokenizer.name}"
     reason = None if isinstance(tokenizer, BytePairs | HuggingFace) else unsupported
     try:

@@ -153,7 +153,8 @@ def _known(path: Path, config: Mapping[str, Any]) -> tuple[HuggingFace, ModuleTy
         found |= {known.model_type: (known, module) for known in architectures(module)}
     classes = config.get("architectures") or ()
     named = (one.model_type for one, _ in found.values() if isinstance(classes, list) and one.class_name in classes)
-    oldest = models.BEFORE_NAMES if "n_embd" in config else None  # GPT-2's first files said neither
+    # By model_type; without one by the class; without either, as in GPT-2's first files, by a key that only GPT-2 has.
+    oldest = models.BEFORE_NAMES if "n_embd" in config else None
     name = config["model_type"] if "model_type" in config else next(named, oldest)
     if not isinstance(name, str) or name not in found:
         missing = [what for what, has in MISSING.items() if has(config)]

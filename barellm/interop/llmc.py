@@ -23,7 +23,8 @@ PADDING = 128
 
 
 def read(path: Path) -> Weights:
-    """The weights of a llm.c model file, memory-mapped. UserError unless it is llm.c's GPT-2 and complete."""
+    """The weights of a llm.c model file, memory-mapped: a header of HEADER bytes (int32), then the tensors in llm.c's order, wte
+    with its padded rows. GPT-2's tokenizer if the vocabulary is as large. UserError unless it is llm.c's GPT-2 and complete."""
     size = path.stat().st_size
     with path.open("rb") as file:
         words = np.frombuffer(file.read(HEADER).ljust(HEADER, b"\0"), "<i4").tolist()

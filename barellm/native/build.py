@@ -162,9 +162,11 @@ def objects(lowered: step.LoweredPrograms) -> list[bytes]:
 
 
 def patterns(run: Run, temporary: Path) -> tuple[str, str]:
-    """(training pattern, validation pattern) of shard files. A folder with named splits is used in place; other data is written."""
+    """(training pattern, validation pattern) of shard files. A folder with named splits is used in place; other data is written
+    below `temporary`, and the patterns name the folder that it becomes."""
     source = Path(run.config.data.source).expanduser()
     found = find_shards(run.config.data.source)
+    # `sources._from_shards` names the stream so only where files named train and val decided the split, not a share of the tokens.
     if source.is_dir() and found and run.data.train.name.startswith("training shards"):
         return str(source.resolve() / "*train*.bin"), str(source.resolve() / "*val*.bin")
     data = temporary / "data"

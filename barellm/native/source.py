@@ -149,7 +149,7 @@ class Image:
         yield f"const int64_t tensor_count = {len(self.kept)};"
 
     def _constants(self) -> Iterable[str]:
-        """C source of the constants' contents."""
+        """C source of the constants' contents, as words of 64 bits, and a table of (offset in the arena, bytes, words)."""
         rows = []
         for t in self.tensors.values():
             if t.value is None:
@@ -185,7 +185,7 @@ class Image:
         yield f'const struct tokenizer tokenizer = {{{{"", {rows["token_table"]}}}, {numbers}}};'
 
     def _run(self) -> Iterable[str]:
-        """C source of the run's sizes, schedule and default scalars."""
+        """C source of the run's sizes, schedule and default scalars; fields in the order of the driver's structs, floats as hex."""
         plan, thread_scratch, config = self.lowered.plan, self.lowered.thread_scratch, self.config
         train, optim = config.train, config.optim
         threads = self.lowered.threads

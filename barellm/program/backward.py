@@ -300,7 +300,7 @@ def pullback(graph: Graph, seeds: dict[Tensor, Tensor], roots: Iterable[Tensor])
         grad = g.take(root)
         if grad is None:
             raise ValueError(f"no result depends on {root.name} in a way that has a gradient")
-        if grad.dtype != root.dtype or grad in seeds.values() or grad in results:
+        if grad.dtype != root.dtype or grad in seeds.values() or grad in results:  # a tensor of its own: copied by a cast
             # Kernels may leave out an output that is an activation of a weight's shape, such as the bias gradient of a norm
             # without bias. This one is read, by the cast, so it must not count as such.
             grad.role = "output"

@@ -17,7 +17,7 @@ TOGETHER = max(GROUPS)  # columns whose errors reach those behind them in one ma
 
 def compensated_codes(w_NK: np.ndarray, moments_KK: np.ndarray, how: Scheme, *, name: str = "w") -> tuple[np.ndarray, np.ndarray]:
     """(codes (N, K), scales (N, groups)) of the weight w_NK by GPTQ, in `quantize`'s format. `moments_KK`: the sum of x x^T over
-    inputs x. A group's scale is set when its first column is reached; row exponents are `quantize`'s."""
+    inputs x. A group's scale is set when its first column is reached; row exponents are `quantize`'s. `name`: for its errors."""
     _, exponents = halves(quantize(w_NK, how, name=name)[1].astype(np.float32))
     w, (N, K) = np.ldexp(np.array(w_NK, np.float64), -exponents), w_NK.shape
     limit = np.finfo(np.float16).max

@@ -29,7 +29,8 @@ class TensorWithStats:
 
 def add_exponent_stats(p: Program, gradients: Mapping[Tensor, tuple[Tensor, Op]]) -> None:
     """Insert `ExponentStats` ops into a program with backward ops: for forward tensors that have `gradients`, for these gradients,
-    the weights and their gradients, in the order of the network."""
+    the weights and their gradients, in the order of the network. `gradients`: of `backward`. Each op stands behind the one that
+    writes its tensor; all write into the caches COUNTS and TOTALS, of which each has BINS and len(SUMS) columns."""
     wanted = list(_wanted(p, gradients))
     count = len(wanted)
     counts, sums = p.cache(COUNTS, (1, count * BINS), "i32"), p.cache(TOTALS, (1, count * len(SUMS)), "fp32")

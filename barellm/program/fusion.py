@@ -46,7 +46,8 @@ class FusedOp(Op):
     different values in two of its ops is left out: read it from `sequence`."""
 
     def __init__(self, fusion: Fusion, sequence: list[Op]) -> None:
-        """`sequence`: the matched ops, in the order of the row."""
+        """`sequence`: the matched ops, in the order of the row. Operands are theirs by the row's links; of attributes those that
+        are equal in all ops that have them, then the row's own, which win."""
         super().__init__({}, {})
         self.fusion = fusion
         self.name = fusion.name
@@ -241,7 +242,8 @@ def _slot(link: str) -> tuple[int, str]:
 
 
 def _matches(fusion: Fusion, chosen: list[Op], index: _Index) -> Iterator[list[Op]]:
-    """Extend the partial match `chosen` along the row's links; yields every complete match (depth-first search)."""
+    """Extend the partial match `chosen` (the ops of the row's first entries) along the row's links; yields every complete match
+    (depth-first search). A value counts as the same only in the same version: `_Index` numbers a tensor's by its writes."""
     if len(chosen) == len(fusion.sequence):
         yield chosen
         return

@@ -73,6 +73,7 @@ def group(ops: Sequence[Op], table: Mapping[str, Alike]) -> list[Op]:
 
     for op in ops:
         reads, writes = ({t.base for t in tensors.values()} for tensors in (op.inputs, op.outputs))
+        # An op that writes what the run has touched, or reads what it wrote, must come after the run: it ends here.
         if op.name not in table or writes & touched or reads & written:
             flush()
         if op.name in table:

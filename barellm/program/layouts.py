@@ -154,8 +154,9 @@ def offsets_of(counts: np.ndarray) -> np.ndarray:
 
 
 def layout_of(heads: Sequence[Sees], *, length: int, block: int, causal: bool) -> Layout:
-    """The layout of heads, each given by a predicate `sees(queries, keys)` (equal ones are evaluated once). Blocks without a
-    visible pair are not listed. Work O(T^2), memory O(T)."""
+    """The layout of heads, each given by a predicate `sees(queries, keys)` (equal ones are evaluated once): positions
+    (n, 1) and (1, m) -> (n, m) bool. `length`: T; `block`: queries, and keys, of a block. Blocks without a
+    visible pair are not listed. Work O(T^2), memory O(T). ValueError for a query that sees no key."""
     if not (SMALLEST <= block <= LARGEST and block % SMALLEST == 0):
         raise ValueError(f"the block of a layout is {block}, expected a multiple of {SMALLEST} up to {LARGEST}")
     rows = -(-length // block)
@@ -185,6 +186,7 @@ def _lists(
         seen: np.ndarray = sees(query, key) & (key < length)
         if causal:
             seen &= key <= query
+        # Positions from `length` on, in the last block, are padding: keys that nobody sees, queries that need see none.
         empty = ~seen.any(1) & (query[:, 0] < length)
         if empty.any():
             raise ValueError(f"query {first + int(empty.argmax())} of a layout sees no key, expected at least one")

@@ -84,7 +84,7 @@ class Registry(Generic[L]):
         return op.kernel not in self.entries or self.refusal(op) is None
 
     def refusal(self, op: Op) -> str | None:
-        """Why an op cannot be lowered."""
+        """Why an op cannot be lowered, in one line; None if it can: by its kernel, then of each tensor mode, dtype and view."""
         entry = self.entries.get(op.kernel)
         if entry is None:
             dtypes = ", ".join(dict.fromkeys(t.dtype for t in op.outputs.values()))

@@ -89,7 +89,7 @@ class Answer:
         self._head |= {"created": int(time.time()), "model": served.name, "system_fingerprint": f"barellm-{__version__}"}
 
     async def whole(self, parts: AsyncIterator[tuple[Choice, Part]]) -> dict[str, Any]:
-        """The complete response, after all choices have ended."""
+        """The complete response (OpenAI's JSON), after all choices have ended. `parts`: what each gains, in any order."""
         collected = [Part() for _ in self.choices]
         async for choice, part in parts:
             collected[choice.index].text += part.text

@@ -184,7 +184,7 @@ class Reply:
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
     async def _parts(self) -> AsyncIterator[tuple[Choice, Part]]:
-        """Iterate over what each text gains, until all have ended."""
+        """Iterate over what each text gains, until all have ended. Refused (504) when the time `end` has passed."""
         choices = self.answer.choices
         while not all(choice.reason for choice in choices):
             try:

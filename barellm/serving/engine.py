@@ -162,6 +162,7 @@ class Engine:
 
     def _check(self, r: Request) -> None:
         """UserError for a request outside the model's vocabulary or the engine's limits."""
+        # With echo a request may be for the prompt's log-probabilities alone: no token needs to follow.
         ids, least, k = f"expected ids from 0 to {self._rows - 1}", 0 if r.echo else 1, r.top_logprobs
         bad, biases = ([i for i in one if not 0 <= i < self._rows][:3] for one in (r.prompt, dict(r.sampling.logit_bias)))
         sizes = f"{len(r.prompt)} tokens of the prompt and {r.count} that follow are {len(r.prompt) + r.count}"

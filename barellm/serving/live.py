@@ -144,7 +144,7 @@ def routes(folder: Path) -> list[Any]:
             content = os.pread(file.fileno(), PIECE, start)
         end = content.rfind(b"\n") + 1
         following = start + (end or (PIECE if len(content) == PIECE else 0))  # a line longer than that is left out
-        more = int(start < following < status.st_size)
+        more = int(start < following < status.st_size)  # of an unfinished line alone 0: it would be asked for in a loop
         position_headers = {"X-Start": start, "X-Next": following, "X-More": more, "X-File": status.st_ino}
         headers = plain | {name: str(value) for name, value in position_headers.items()}
         return Response(content[:end], headers=headers, media_type="application/x-ndjson")

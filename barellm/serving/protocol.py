@@ -64,7 +64,9 @@ def checking(param: str) -> Iterator[None]:
 
 
 def checked(fields: Any, known: Mapping[str, tuple[Any, ...]], where: str = "") -> dict[str, Any]:
-    """The non-null fields, converted to their types. Refused for the first unknown, wrongly typed or out-of-range one."""
+    """The non-null fields of a JSON object, converted to their types. `known`: name -> (type, least, most), bounds may be left out;
+    `where`: the field that holds the object, "": the body. Unknown fields that change nothing (IGNORED, values in NEUTRAL) pass.
+    Refused for the first unknown, wrongly typed or out-of-range one."""
     if not isinstance(fields, dict):
         raise Refused(f"{where or 'the body'} is {shown(fields)}, expected a JSON object", where or None)
     found = {name: value for name, value in fields.items() if value is not None}

@@ -69,7 +69,9 @@ class Test:
 
 
 def tested(a: Mapping[int, float], b: Mapping[int, float], quantity: str, alpha: float) -> Test:
-    """Of two groups: {seed: value}. UserError where there are too few seeds for any spread."""
+    """Student's t-test of two groups, {seed: value of `quantity`}: paired by seed where more than two seeds are in both, else of
+    independent groups with one variance. `alpha`: p below which a difference is a fault, unless it is NEGLIGIBLE. UserError where
+    there are too few seeds for any spread."""
     both = sorted(a.keys() & b.keys())
     paired = len(both) > 2
     one, other = (([x[seed] for seed in both] if paired else list(x.values())) for x in (a, b))
@@ -83,7 +85,7 @@ def tested(a: Mapping[int, float], b: Mapping[int, float], quantity: str, alpha:
         difference, error, df = fmean(differences), stdev(differences) / sqrt(len(both)), len(both) - 1
     else:
         difference, error, df = fmean(other) - fmean(one), spread * sqrt(1 / len(one) + 1 / len(other)), free
-    t = difference / error if error else inf * difference if difference else 0.0
+    t = difference / error if error else inf * difference if difference else 0.0  # all seeds agree: certain, or no difference
     p = p_value(t, df) if t == t and abs(t) != inf else 0.0
     least = max(critical(alpha, df) * error, NEGLIGIBLE * spread)
     fault = p < alpha and not abs(difference) <= NEGLIGIBLE * spread

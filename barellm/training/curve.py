@@ -162,8 +162,9 @@ def summary(curve: Curve, *, axis: str = "steps") -> str:
 def terminal(
     curve: Curve, *, axis: str = "steps", log: str = "", width: int = 72, height: int = 14, ascii_only: bool = False
 ) -> str:
-    """A text chart of `width` x `height` characters: training as a line, validation as `o`, gzip as dashes; "" if empty."""
-    columns = max(8, width - 8)
+    """A text chart of `width` x `height` characters: training as a line, validation as `o`, gzip as dashes; "" if empty. `axis`:
+    the name of x, `log`: as `scales`. The line is of braille dots, 2 x 4 to a character, or of full stops with `ascii_only`."""
+    columns = max(8, width - 8)  # 7 for the labels of y, 1 for the axis
     across, per_row = (1, 1) if ascii_only else (2, 4)
     (x_scale, y_scale), ends = scales(log), _ends([curve], scales(log)[0])
     line = {x: y for x, (_, y) in _columns(curve.train, ends=ends, width=columns * across, log=log).items()}

@@ -100,7 +100,7 @@ def command(words: Sequence[str], found: Config, config: Config) -> str:
 
 def test(config: Config, session: Session, batches: Rows, *, steps: int, reported: Callable[[int, Look], bool]) -> list[Look]:
     """Train with a learning rate that grows per step, until the loss diverges; returns the tested steps. The weights are useless
-    afterwards. `reported` gets each step and returns whether to continue."""
+    afterwards. `reported` gets each step (from 0) and what was seen of it, and returns whether to continue: False ends the test."""
     training_schedule, train = ConstantSchedule(config), config.train
     results: list[Look] = []
     for step, lr in enumerate(rates(steps)):
@@ -154,7 +154,7 @@ def write(folder: Path, looks: Sequence[Look], *, config: Config, words: Sequenc
 
 
 def _picture(looks: Sequence[Look], lr: float, title: str) -> Any:
-    """A figure of loss over learning rate, with the suggestion."""
+    """A matplotlib figure of loss over learning rate, with the suggestion `lr` as a line; losses above the limit are cut."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")

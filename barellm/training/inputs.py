@@ -122,7 +122,7 @@ class Inputs:
         return found
 
     def _rows_in_order(self) -> Rows:
-        """The source of training rows for the data and its order."""
+        """The source of training rows: of examples by themselves, else as `data.order` says. UserError: examples in stages."""
         train, data = self.config.train, self.config.data
         if self.data.examples is not None:
             if not isinstance(self.training_schedule, ConstantSchedule):

@@ -105,7 +105,7 @@ class Output:
             say(line)
 
     def _result(self, loop: Loop, result: validation.Result, texts: list[str], *, seconds: float) -> dict[str, Any]:
-        """The result row of metrics.jsonl: final losses, speed and sizes."""
+        """The result row of metrics.jsonl: final losses in nats, speed in tokens/s and sizes."""
         final: dict[str, Any] = {
             "kind": "result", "step": loop.progress.step, "preset": self.config.preset, "val_nats": result.nats,
             "val_bits_per_byte": result.bits_per_byte, "val_bytes": result.bytes,

@@ -61,6 +61,7 @@ class Recorded:
                 found[checkpoint.step_of(path)] = Start(path, checkpoint.read_meta(path))
         start = found.get(max((at for at in found if at < step), default=-1))
         later = found.get(min((at for at in found if at >= step), default=-1))
+        # `start`: the last checkpoint before the step; `later`: the first from it on.
         # A resumed run may have got other steps and keys: the first that was saved behind the step has those that it had.
         file = folder / "config.json"
         saved = checkpoint.read_json(file)
@@ -112,7 +113,9 @@ class Replay(Run):
         return {"kind": "verify", "run": str(self.recorded.folder), "from": begin, "machine": machine, **found}
 
     def _step(self, loop: Loop, *, by_op: bool, last: int = 0) -> dict[str, Any]:
-        """Replay up to the step (or `last`), `by_op` this one op by op, and compare."""
+        """Replay up to the step (or `last`, 0: the step wanted), `by_op` this one op by op, and compare rows of metrics and the
+        tensors of the checkpoint behind it. Only differences of the first step that has any are kept: later ones follow from it.
+        Returns the object of `verify --json`."""
         step, first, check = last or self.recorded.step, loop.progress.step + 1, None
         loop.replay(step - 1)
         if by_op:
@@ -155,7 +158,7 @@ class Replay(Run):
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The result in lines."""
+    """The result of `Replay.compare` in lines for the terminal: the first FIRST differences, and what op by op has shown."""
     text = f"step {found['step']} of {found['run']}, replayed from {found['from']}: "
     if found["equal"]:
         out = [f"{text}bit for bit ({', '.join(found['compared'])})"]

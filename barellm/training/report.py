@@ -67,7 +67,7 @@ def _adapter(compiled: CompiledModel) -> list[str]:
 
 
 def _rates(config: Config) -> str:
-    """The peak learning rates and their schedule in words."""
+    """The peak learning rates and their schedule in words; a model's own schedule (stages) comes before `optim.schedule`."""
     optim, highest = config.optim, config.optim.rates(lambda high, low: high)
     words = f"{optim.lr:.4g}"
     if optim.has_muon:

@@ -123,7 +123,7 @@ class Run(Inputs):
     def _loop(
         self, folder: RunFolder, compiled: CompiledModel, progress: Progress, files: ExitStack, *, output: Output, stop: Stopping
     ) -> Loop:  # fmt: skip
-        """The loop from `progress` on. `files` closes what it writes to."""
+        """The loop from `progress` on. `files` closes what it writes to; `stop`: set by signals; `output`: makes the metrics."""
         log = files.enter_context(closing(output.metrics(progress.step)))
         watch = None
         if every := self.config.train.exponent_stats:

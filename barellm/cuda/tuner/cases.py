@@ -203,7 +203,8 @@ class AttentionCase(Case):
 
     def _hold_head(self, read: Read, sizes: Sizes, sequence: int, head: int) -> None:
         """Compare one head of one sequence with float64 attention, on sampled queries (or keys, for dk and dv): for the forward
-        pass out and lse, else the gradients. Error bounds are relative to the sums of the terms' magnitudes."""
+        pass out and lse, else the gradients. Error bounds are relative to the sums of the terms' magnitudes. `read(name, rows)`:
+        rows of a result; `head`: a query head, whose group shares a key head. Wrong where a value is off."""
         T, D, H, G = sizes.seq, self.problem.head, self.problem.heads, self.kv_heads
         group, sampled = head // (H // G), _sampled(T)
         queries, keys = (np.arange(T), sampled) if self.problem.operation == "keys" else (sampled, np.arange(T))

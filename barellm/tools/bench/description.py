@@ -38,7 +38,7 @@ def description(kind: str, config: Config, device: str = "cpu") -> dict[str, Any
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """Facts about the machine that results depend on."""
+    """Facts about the machine that results depend on: the backend's own description, processor, memory in bytes, versions."""
     described, info = backend(device).describe(), {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():

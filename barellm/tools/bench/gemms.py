@@ -306,7 +306,7 @@ def _sample(sides: list[Any], dtype: str, bench: Bench) -> tuple[float, ...]:
 
 
 def _row(gemm: Gemm, timed: Timed | TimedOnGpu, samples: list[tuple[float, ...]], dtype: str) -> dict[str, Any]:
-    """A result row from the samples of one GEMM."""
+    """A result row from the samples of one GEMM: (fp32 peak, peak of the dtype, warm s, cold s, then the baseline's two) each."""
     fp32, peak, warm, cold, *theirs = (median(column) for column in zip(*samples, strict=True))
     op = timed.ops[0]
     bound = Ceiling({"fp32": fp32, dtype: peak}, {}).operations(op)

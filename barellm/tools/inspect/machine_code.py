@@ -64,7 +64,7 @@ class Code:
 
 
 def read(assembly: str) -> Code:
-    """Analyse a kernel's assembly, which has one function."""
+    """Analyse a kernel's assembly, which has one function: its innermost loops, and those outer ones that have tile multiplies."""
     code, labels = _parse(assembly)
     kind = "x86" if any("%" in i.operands for i in code) else "arm"
     stack = _stack_registers(code, kind)
@@ -171,7 +171,7 @@ def _widest(code: list[Instruction]) -> str:
 
 
 def _moves(i: Instruction, kind: str) -> tuple[int, int]:
-    """(loads, stores) of one instruction: 0 or 1 each."""
+    """(loads, stores) of one instruction: 0 or 1 each; an x86 operand in memory may be both. `kind`: "x86" (AT&T) or "arm"."""
     if not MEMORY[kind].search(i.operands) or i.mnemonic.startswith(("lea", "prefetch", "prfm", "nop", "j")):
         return 0, 0
     if kind == "arm":
@@ -187,7 +187,7 @@ def _moves(i: Instruction, kind: str) -> tuple[int, int]:
 
 
 def _loop(label: str, code: list[Instruction], kind: str, stack: re.Pattern[str]) -> Loop:
-    """Count what matters in one innermost loop."""
+    """Count what matters in one loop's `code`. `stack`: matches operands on the stack (`_stack_registers`)."""
     counts = Counter(i.mnemonic for i in code if MULTIPLY_ADD.match(i.mnemonic))
     moves = [_moves(i, kind) for i in code]
     sums = _accumulators(code, kind)
@@ -201,7 +201,7 @@ def _loop(label: str, code: list[Instruction], kind: str, stack: re.Pattern[str]
 
 
 def _accumulators(code: list[Instruction], kind: str) -> int:
-    """Vector registers that are written in the loop, and only by adding to them."""
+    """Vector registers that are written in the loop, and only by adding to them. x86 is in AT&T order: the target stands last."""
     added: set[str] = set()
     replaced: set[str] = set()
     for i in code:

@@ -118,6 +118,7 @@ def name_of(what: str | Mix) -> str:
 
 def mix_of(op: Op) -> Mix:
     """How an op's memory traffic splits into (read, written, updated in place), in eighths: the classes of measured rates."""
+    # An embedding reads and updates as many rows as there are tokens: no more bytes than its largest activation counts.
     outputs = set(op.outputs.values())
     updated = {t for name, t in op.outputs.items() if t in op.inputs.values() or op.modes.get(name) == "add"}
     largest = max((t.nbytes for t in (*op.inputs.values(), *outputs) if t.dims), default=0)

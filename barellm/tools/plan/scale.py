@@ -201,7 +201,7 @@ def prediction(
 
 
 def table(n: dict[str, Any]) -> list[str]:
-    """The prediction as lines of text."""
+    """The prediction `n` (the object of `plan --interconnect --json`) as lines of text; times in ms."""
     net = n["link"]
     lines = [
         f"{n['preset']} on {n['ranks']:,} ranks, predicted and not run",

@@ -67,7 +67,7 @@ def frequencies(head_size: int, *, theta: float, scaling: Scaling | None = None,
         # The plane, as a real number, that turns so often within the old length.
         bounds = [D * log(s.old_seq / (2 * pi * n)) / (2 * log(theta)) for n in (s.high_factor, s.low_factor)]
         first, last = (floor(bounds[0]), ceil(bounds[1])) if s.truncate else bounds
-        first, last = max(first, 0), min(last, D - 1)
+        first, last = max(first, 0), min(last, D - 1)  # up to D - 1, not to the last plane: as in YaRN's own code
         smooth = 1 - np.clip((np.arange(D // 2) - first) / (last - first or 1e-3), 0, 1)
     else:
         ratio = s.old_seq * base / (2 * pi)  # turns within the old length

@@ -123,7 +123,7 @@ class AdamW(Op):
         return param * (1 - lr * self.weight_decay) - lr / (1 - self.beta1**step) * m / denominator
 
     def _stored(self, m: np.ndarray, v: np.ndarray, step: int, seed: int) -> dict[str, np.ndarray]:
-        """The new moments as their dtypes hold them."""
+        """The new moments as their dtypes hold them. `stream` not None: rounded stochastically, by the bits of (seed, step)."""
         if self.m.dtype == "fp32":
             return {"m": m, "v": v}
         dither_m = dither_v = None
