@@ -95,7 +95,7 @@ def _need_jinja() -> None:
 
 
 def checked(messages: Any) -> list[dict[str, Any]]:
-    """Validate a list of chat messages (role, content) and drop None values. UserError for anything else."""
+    """Validate a list of chat messages (objects with role, content) and drop None values, in a new list. UserError for others."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise UserError(f"messages is {shown(messages)}, expected a list of messages, each with a role and a content")
     found = []

@@ -74,6 +74,7 @@ def _scaling(where: str, rope: Mapping[str, Any], config: Mapping[str, Any], mos
         return {}
     if not isinstance(kind, str) or kind not in NEEDED:
         raise UnknownConfig(f"{where}.rope_type is {kind!r}, expected 'default' or {' or '.join(map(repr, NEEDED))}")
+    # The old length may stand beside `rope` or in it, else it is `most`; the methods linear and dynamic have no other.
     old_seq = config.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", most))
     old_seq = most if kind in ("linear", "dynamic") else old_seq
     factor, old_key = rope.get("factor"), f"{where}.original_max_position_embeddings"
@@ -92,6 +93,7 @@ def _scaling(where: str, rope: Mapping[str, Any], config: Mapping[str, Any], mos
     if kind in ("yarn", "longrope"):
         multiplier = rope.get("attention_factor")
         scales = [rope.get(key) for key in ("mscale", "mscale_all_dim")]
+        # The file's attention_factor comes first; then DeepSeek's mscale and mscale_all_dim, as a quotient; else 0: by the formula.
         if multiplier is None and kind == "yarn" and all(scales):
             numerator, denominator = (0.1 * number(where, m) * log(max(1.0, number(where, rope["factor"]))) + 1 for m in scales)
             multiplier = numerator / (denominator or 1.0)
@@ -133,6 +135,7 @@ def _written_rope(cfg: Any) -> dict[str, Any]:
 def _windows(f: Family, config: Mapping[str, Any], layers: int) -> dict[str, tuple[str, Any]]:
     """Our fields for sliding-window attention as {field: (key for messages, value)}; {} if no layer has a window. `layers`: the
     family's default number of layers."""
+    # Which layers: `layer_types` where the file has it, else the family's rule (`rule.has`), else all.
     rule, window = f.windows, config.get("sliding_window", f.windows and f.windows.usual)
     count, kinds = config.get("num_hidden_layers", layers), config.get("layer_types")
     if rule is None or (window is None and f.local_theta is None) or (rule.switch and not config.get("use_sliding_window", False)):

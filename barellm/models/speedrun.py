@@ -277,7 +277,7 @@ def decode(p: Program, cfg: Config, tokens_BT: Tensor) -> Tensor:
 
 
 def _trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor) -> Tensor:
-    """The final hidden states (B, T, C), normalized."""
+    """The final hidden states (B, T, C), normalized, of the tokens (B, T) i32. `lane1_BTC` is None before `lanes_from`."""
     f = w.factors
 
     def number(name: str, i: int = 0) -> Tensor:

@@ -68,7 +68,7 @@ def for_arm(isa: ISA) -> bool:
 
 
 def check(run: Run) -> None:
-    """UserError for run settings that only the Python loop supports."""
+    """UserError for settings of `run` that only the Python loop supports; each names the key and the value that is expected."""
     config = run.config
     if model_schedule(config) is not None:
         raise UserError(f"runs of {config.preset!r} have stages, expected a preset whose steps are all alike")

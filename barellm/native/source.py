@@ -163,7 +163,7 @@ class Image:
         yield f"const int64_t constant_count = {len(rows)};"
 
     def _blobs(self) -> Iterable[str]:
-        """C source that includes the blobs, and the tables of tokenizer files."""
+        """C source that includes the blobs (assembler's .incbin), and the tables of tokenizer files with names and hashes."""
         import xxhash
 
         rows = {}

@@ -100,7 +100,8 @@ def plan(
 
 def place(lives: dict[str, Lifetimes], store: Store, guard: int = 0) -> Plan:
     """Plan addresses for given lifetimes: persistent tensors by role, then one workspace at a common address for all programs, as
-    only one runs at a time. `guard` bytes stay free after every tensor (overrun detection)."""
+    only one runs at a time. `guard` bytes stay free after every tensor (overrun detection). `lives`: program -> tensor -> (first,
+    last op that uses it); the peaks count tensors without padding and guards, the workspace with them."""
     offsets: dict[Tensor, int] = {}
     base = 0
     for role in PERSISTENT:

@@ -175,7 +175,8 @@ def _order(codes: str) -> np.ndarray:
 
 
 def pack(codes: np.ndarray, scales: np.ndarray, how: Scheme) -> tuple[np.ndarray, np.ndarray]:
-    """Codes (N, K) and scales (N, groups) in the tiled memory layout of the module's docstring."""
+    """Codes (N, K) and scales (N, groups) in the tiled memory layout of the module's docstring. Padding has the code of zero.
+    `scales`: fp16, or fp32 that are split into fp16 and an exponent for each row (`halves`)."""
     N, K = codes.shape
     (tiles, blocks, _), (_, groups, _) = how.shapes(N, K)
     zero = how.table.index(0.0) if how.table else 0

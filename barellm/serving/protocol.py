@@ -114,7 +114,8 @@ class Call:
 
 
 def parse(fields: Any, served: Served, *, chat: bool) -> Call:
-    """Validate a request's body and convert it to engine requests. Refused with the name of the first invalid field."""
+    """Validate a request's body (`fields`, parsed JSON) and convert it to engine requests: for each prompt n texts that follow each
+    other, with seeds that count up. `chat`: one prompt of messages. Refused with the name of the first invalid field."""
     given, tokenizer = checked(fields, CHAT if chat else COMPLETION), served.model.tokenizer
     n, stream, echo = given.get("n", 1), given.get("stream", False), given.get("echo", False)
     count, sampling, stops = _count(given, echo), _sampling(given, served), _stops(given.get("stop", []))
@@ -130,6 +131,7 @@ def parse(fields: Any, served: Served, *, chat: bool) -> Call:
             echoes += [prompt if isinstance(prompt, str) else tokenizer.decode(ids)] if echo else []
             ends = tokenizer.turn_ends if chat else tokenizer.ends
             seeds = [replace(sampling, seed=(sampling.seed + copy) % (1 << 64)) for copy in range(n)]
+            # 0: the engine knows echo with log-probabilities only; the answer leaves out what was not asked for (top None).
             requests += [Request(tuple(ids), most, seeded, ends, 0 if echo and top is None else top, echo) for seeded in seeds]
     stops = (*stops, *(tokenizer.turn_stops if chat else ()))
     begins = chat or not isinstance(prompts[0], str) or not prompts[0]
@@ -203,7 +205,8 @@ def _ids(prompt: str | list[int], served: Served) -> list[int]:
 
 
 def _conversation(messages: Any, template: Mapping[str, Any], served: Served) -> list[int]:
-    """Token ids of a chat. Nothing in the request's messages or template variables can produce a special token."""
+    """Token ids of a chat. Nothing in the request's messages or template variables can produce a special token. `template`: the
+    request's variables for the chat template. Refused for what the protocol has and barellm has not; UserError above the limits."""
     tokenizer = served.model.tokenizer
     own, text = tokenizer.conventions.templates, json.dumps([messages, template], ensure_ascii=False)
     if not 0 < len(messages) <= MOST_MESSAGES or len(text) > MOST_CHARACTERS or text.count('"') - text.count('\\"') > MOST_STRINGS:

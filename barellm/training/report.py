@@ -112,7 +112,8 @@ def intentions(
     config: Config, epoch_tokens: int, *, batch_rampup: BatchRampup, done: int, total: int | None, bound_s: float
 ) -> list[str]:
     """The budget lines: steps, tokens, epochs, least time, and warnings about settings that can hardly be meant. `epoch_tokens`:
-    tokens of one pass over the data. `total` None: `minutes` decides. `bound_s`: roofline seconds of a step, 0 if unmeasured."""
+    tokens of one pass over the data. `done`, `total`: steps; `total` None: `minutes` decides. `bound_s`: roofline seconds of a step
+    at its full batch, 0 if unmeasured."""
     train, optim = config.train, config.optim
     if total is None:
         most = f", at most {train.steps:,}" if train.steps else ""

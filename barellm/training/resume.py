@@ -51,7 +51,7 @@ def resume_from(
         raise UserError(f"{out} holds a run of preset {config.preset!r}, the command line says {preset!r}")
     saved, changes = overrides.flat(config), requested(config)
     for key, value in changes.items():
-        differs = value != saved[key] and (key, value) not in {("train.dtype", "auto")}
+        differs = value != saved[key] and (key, value) not in {("train.dtype", "auto")}  # auto: as the run has it
         if key == overrides.MUON_LR_RATIO:  # a quotient, which is rounded
             differs = not isclose(value, saved[key])
         if differs and key not in FREE_KEYS:
