@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print code or summaries of the chosen kernels, or the list of a preset's kernels."""
+    """Print code (--stage) or summaries of the chosen kernels, or without KERNEL the list of the preset's. Compiles; returns 0."""
     from barellm.assembly.build import resolved
     from barellm.tools.inspect import kernels
     from barellm.tools.plan import devices

@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw the curves: in the terminal, as a picture, or as an HTML page."""
+    """Draw the curves: as an HTML page or a picture, by the suffix of --out, or without --out in the terminal. Returns 0."""
     console = Console()
     page = not args.exponent_stats and (args.out or "").lower().endswith(".html")
     for option in ("x", "y", "log") if args.exponent_stats or page else ():

@@ -118,7 +118,8 @@ def _prompts(name: str) -> list[str]:
 def _group(
     args: argparse.Namespace, checkpoint: Found, compiled: CompiledModel, decoder: Decoder, works: Sequence[Work], these: range
 ) -> None:
-    """Generate a batch of texts. The first one is streamed, the others are printed when the batch is complete."""
+    """Generate the texts `these` (numbers in `works`) as one batch, and print them: the first is streamed (not with --json), the
+    others follow when the batch is complete. `compiled` is for --measure."""
     from barellm.generation.decode import kept
     from barellm.generation.writing import Written, write
     from barellm.tools.bench.decoding import Pace
@@ -135,6 +136,7 @@ def _group(
         Written(checkpoint.tokenizer, stops=args.stop, begins=not work.prompt, emit=(lambda piece: None) if i else emit)
         for i, work in enumerate(batch)
     ]
+    # A prompt that several texts have is read once: only distinct ones count for the speed of prefill.
     pace = Pace(sum(map(len, {tuple(kept(work.fed, decoder.max_seq)) for work in batch})), len(batch))
     emit(title(these[0]) + batch[0].prompt)
     for _ in write(decoder, [w.fed for w in batch], texts, count=args.max_new_tokens, hows=[w.how for w in batch]):
@@ -166,7 +168,7 @@ def _talk(args: argparse.Namespace, checkpoint: Found, decoder: Decoder, how: Sa
         line = sys.stdin.readline()
         if not line:
             return
-        text = "\n" * (turn > 0) + line.removesuffix("\n")
+        text = "\n" * (turn > 0) + line.removesuffix("\n")  # each line but the first begins a new one
         history += (tokenizer.encode_continued(text) if turn else tokenizer.encode(text)).tolist()
         history = history[-max(1, limit - len(begins) - min(args.max_new_tokens, limit // 2)) :]
         text = Written(tokenizer, stops=args.stop, emit=_write)

@@ -30,7 +30,7 @@ def configure(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tune the preset's GEMMs until done, out of time or interrupted; results are saved as they come."""
+    """Tune the preset's GEMMs until done, out of time or interrupted; results are saved as they come. Returns 130 after Ctrl-C."""
     from barellm.tools.plan import devices
 
     devices.check(args.device)

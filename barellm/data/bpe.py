@@ -83,8 +83,8 @@ def _train(texts: Callable[[], Iterable[str]], vocab: int) -> list[bytes]:
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer: Any = trainers.BpeTrainer(vocab_size=vocab - 1, initial_alphabet=alphabet, show_progress=False)
-    failure: list[BaseException] = []
+    trainer: Any = trainers.BpeTrainer(vocab_size=vocab - 1, initial_alphabet=alphabet, show_progress=False)  # 1: the end of text
+    failure: list[BaseException] = []  # of the thread
 
     def work() -> None:
         try:

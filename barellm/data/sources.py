@@ -122,7 +122,8 @@ def prepare(
 
 
 def _from_examples(data: DataConfig, paths: list[Path], tokenizer: Tokenizer | None, whole: bool) -> Dataset:
-    """The data set of fine-tuning examples, which are small enough to be tokenized anew each time."""
+    """The data set of fine-tuning examples, which are small enough to be tokenized anew each time. `tokenizer` None: the one that
+    data.tokenizer names; `whole`: all examples are for validation (eval --split all)."""
     if data.order not in ("epoch", "random"):
         raise UserError(f"data.order is {data.order!r}, and {data.source} has prompts and answers, expected epoch or random")
     path = data.source
@@ -264,6 +265,7 @@ def _from_shards(data: DataConfig, shards: list[Path], tokenizer: Tokenizer | No
     if train and val:
         if stray := [path for path in shards if _part(path) is None]:
             raise UserError(f"{stray[0]} is named neither train nor val, the shards beside it are")
+        # `native.build` knows by these names that files decide the split.
         train_stream = TokenStream([open_shard(path) for path in train], name=f"training shards of {described}")
         val_stream = TokenStream([open_shard(path) for path in val], name=f"validation shards of {described}")
     else:  # nothing says which are for validation: the last tokens are

@@ -99,7 +99,7 @@ def _zstd(path: Path) -> Iterator[bytes]:
                     if size >= CHUNK:
                         yield from _pieces(buffered)
                         buffered, size = [], 0
-                    chunk, in_frame = unpacker.unused_data, not unpacker.eof
+                    chunk, in_frame = unpacker.unused_data, not unpacker.eof  # what lies behind a frame begins the next one
                     if unpacker.eof:
                         unpacker = library.ZstdDecompressor(max_window_size=window).decompressobj()
     except library.ZstdError as error:

@@ -78,7 +78,7 @@ class _Cursor:
 
 
 def header(path: Path) -> Header:
-    """Parse a file's keys and tensor table. UserError if it is damaged or of another version."""
+    """Parse a file's keys and tensor table: `infos` has name -> (shape, type, offset in `data`). UserError: damaged."""
     content = mapping.mapped(path)
     found = Header(path, content)
     cursor = _Cursor(content)
@@ -98,12 +98,12 @@ def header(path: Path) -> Header:
             name = cursor.string()
             if name in found.infos:
                 raise ValueError(f"it has the tensor {name!r} twice")
-            shape = tuple(cursor.number("<u8") for _ in range(cursor.number("<u4")))[::-1]
+            shape = tuple(cursor.number("<u8") for _ in range(cursor.number("<u4")))[::-1]  # there the fastest axis is first
             found.infos[name] = shape, cursor.number("<u4"), cursor.number("<u8")
     except (ValueError, KeyError, UnicodeDecodeError, error) as problem:
         what = f"it has a value of type {problem}" if isinstance(problem, KeyError) else problem
         raise UserError(f"{path} is no GGUF file: {what}") from None
-    alignment = found.values.get("general.alignment", 32)
+    alignment = found.values.get("general.alignment", 32)  # 32: GGUF's default
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise UserError(f"{path}: general.alignment is {alignment!r}, expected a power of two")
     found.data = -(-cursor.at // alignment) * alignment

@@ -50,7 +50,7 @@ def whole(
     path: Path, model: ModelConfig, tensors: dict[str, Any], origin: dict[str, tuple[str, str]], *, rows_are_out: bool = False
 ) -> Weights:
     """Weights from arrays by Hugging Face's names; `origin`: each one's file and full name there. With `rows_are_out` every matrix
-    is (out, in). UserError for missing, extra or wrongly shaped tensors."""
+    is (out, in). UserError for missing, extra or wrongly shaped tensors. A tied matrix under the head's name is renamed in both."""
     known = hugging_face(model)
     if rows_are_out:
         known = replace(known, transposed=lambda ours: False)

@@ -136,7 +136,7 @@ def read(paths: Sequence[Path], weights: Weights) -> State:
     full_tails = [file.tail(total) for file in files]
     if all(tail is not None for tail in full_tails):  # every process has everything
         files, tails = files[:1], full_tails[:1]
-    else:
+    else:  # ZeRO-1
         tails = [file.tail(total // len(files)) for file in files]
         if any(size % len(files) for size in map(prod, shapes.values())) or None in tails:
             found = f"{first.path} has {first.size} bytes"
@@ -195,7 +195,7 @@ def write(weights: Weights, moments: Path, out: Path, *, dtype: str, step: int, 
     state = tensorfile.mapped(moments)
     names = [f"model_{step:08d}.bin", f"state_{step:08d}_00000.bin", f"DONE_{step:08d}"]
     header = np.zeros(llmc.HEADER // 4, "<i4")
-    header[:6] = [MAGIC, VERSION, 1, 0, 1, data_position is not None]
+    header[:6] = [MAGIC, VERSION, 1, 0, 1, data_position is not None]  # process 0 of 1, with master weights; places: module
     header[10] = step
     header[[20, 22]] = RANDOM
     tail = b""

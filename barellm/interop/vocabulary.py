@@ -22,8 +22,8 @@ IDS, MERGES, WHOLE, SETTINGS = "vocab.json", "merges.txt", "tokenizer.json", con
 
 
 def read(folder: Path, rows: int) -> Tokenizer | None:
-    """The tokenizer of a Hugging Face folder, with its chat conventions; if there is none, GPT-2's for a model with as many rows,
-    else None. UserError for damaged or unsupported files."""
+    """The tokenizer of a Hugging Face folder, with its chat conventions: of tokenizer.json, else of vocab.json and merges.txt; if
+    there is none, GPT-2's for a model with as many `rows` of the embedding, else None. UserError for damaged or other files."""
     if (folder / WHOLE).is_file():
         path = folder / WHOLE
     elif (folder / IDS).is_file() and (folder / MERGES).is_file():

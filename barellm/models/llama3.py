@@ -265,7 +265,8 @@ Attend = Callable[[Block, "Tensor", "Tensor", "Tensor"], "Tensor"]
 
 
 def _trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor, attend: Attend, positions_BT: Tensor | None = None) -> Tensor:
-    """The final hidden states (B, T, C), normalized and divided by `logits_scaling`. `attend(block, q, k, v)` gives (B, T, H D)."""
+    """The final hidden states (B, T, C), normalized and divided by `logits_scaling`. `attend(block, q, k, v)` gives (B, T, H D).
+    `positions_BT` None: consecutive ones from the scalar pos on; norms that an architecture lacks (None) pass their input on."""
 
     def normed(x_BTC: Tensor, norm: Affine | None) -> Tensor:
         if norm is None:

@@ -24,7 +24,7 @@ LONGEST_PROMPT = 60  # characters of the prompt in a command to try
 
 
 def header(compiled: CompiledModel, data: sources.Dataset, folder: Path) -> list[str]:
-    """The lines printed before a run: model, data, machine, batch and output folder. config.json has every setting."""
+    """The lines printed before a run: model, data, machine, batch and output `folder`. config.json has every setting."""
     config, found = compiled.config, compiled.meta()
     model, train = config.model, config.train
     units = f"{found['threads']} threads" if "threads" in found else found["processor"]

@@ -135,7 +135,8 @@ def work(config: Config, ranks: int, ceiling: Ceiling, utilisation: float) -> tu
 
 
 def collectives(config: Config, store: Any, ranks: int) -> list[Collective]:
-    """The collectives of a step: bytes per rank, number of rounds, and whether they overlap with the backward pass."""
+    """The collectives of a step: bytes per rank, number of rounds, and whether they overlap with the backward pass. `store`: of the
+    run's programs, for its parameters. With PowerSGD both factors are all-reduced, else ZeRO-1 reduces and gathers."""
     from barellm.optim import powersgd, sharding
     from barellm.program.dtypes import FORMATS, itemsize
     from barellm.program.ops.optim.optimizer import CHUNK
