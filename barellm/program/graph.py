@@ -97,15 +97,16 @@ class Graph:
         transposed: str = "", value: float = 0.0, valid_rows: int = 0, dtype: str | None = None, bf16: bool = False,
     ) -> Tensor:  # fmt: skip
         """Declare a parameter, or find it if another program has. Initialized with normals of deviation `std`, uniformly within
-        +-`bound`, as the transpose of the parameter `transposed`, or with `value`: the first of these that is given. Stored in the
-        format `dtype` (`program.dtypes`); without it a frozen matrix in the store's `frozen_dtype`, any other matrix in the
-        precision's weight format, and the rest in fp32. `bf16`: initial values and updates by AdamW or Adam are rounded to bf16,
-        whatever the storage. Rows from `valid_rows` on are padding; 0: there is none."""
+        +-`bound`, as the transpose of the parameter `transposed`, or with `value`. Matrices are stored in the precision's weight
+        format, the rest in fp32, unless `dtype` names a format (`program.dtypes`). `bf16`: initial values and updates by AdamW or
+        Adam are rounded to bf16, whatever the storage. Rows from `valid_rows` on are padding."""
+        # The format: `dtype`, else of a frozen matrix the store's `frozen_dtype` where one was chosen, else the precision's.
         frozen = not self.store.trains(name)
-        if dtype is None and frozen and len(shape) == 2:  # `frozen_dtype` is None where none is asked for
+        if dtype is None and frozen and len(shape) == 2:
             dtype = self.store.frozen_dtype
         dtype = dtype or (self.precision.weights if len(shape) == 2 else "fp32")
         dtype = ALIASES.get(dtype, dtype)
+        # The beginning: the first of `std`, `bound` and `transposed` that is given, else `value`.
         init: tuple[str, float | str] = ("constant", value)
         if std is not None:
             init = ("normal", std)
@@ -113,7 +114,7 @@ class Graph:
             init = ("uniform", bound)
         elif transposed:
             init = ("transposed", transposed)
-        options = {"valid_rows": valid_rows or int(shape[0]), "bf16": bf16, "frozen": frozen}
+        options = {"valid_rows": valid_rows or int(shape[0]), "bf16": bf16, "frozen": frozen}  # valid_rows 0: all
         return self.store.get(name, shape, dtype, "parameter", init=init, **options)
 
     def gradient_of(self, parameter: Tensor) -> Tensor:
