@@ -140,7 +140,7 @@ def _problem(entry: Any) -> str | None:
     for what, sizes in (("shape", shape), ("data_offsets", offsets)):
         if not isinstance(sizes, list) or not all(type(n) is int and 0 <= n < 1 << 63 for n in sizes):
             return f"has the {what} {sizes!r:.80}, expected integers from 0 on"
-    if len(shape) > MOST_AXES or prod(n or 1 for n in shape) * ITEM[code] >= 1 << 63:
+    if len(shape) > MOST_AXES or prod(n or 1 for n in shape) * ITEM[code] >= 1 << 63:  # an axis of 0 must not hide huge ones
         return f"has the shape {shape!r:.80}, expected at most {MOST_AXES} axes and fewer than 2^63 bytes"
     size = prod(shape) * ITEM[code]
     if len(offsets) != 2 or offsets[1] - offsets[0] != size:

@@ -47,7 +47,7 @@ class BytePairs(Tokenizer):
         return self.encoding.encode_to_numpy(text, disallowed_special=()).view(np.int32)
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode texts in parallel, in shares of SHARE characters per thread."""
+        """Encode texts in parallel, in shares of about SHARE characters per thread; ids (n,) of each text, in the texts' order."""
         from concurrent.futures import ThreadPoolExecutor
 
         _ = self.encoding  # made, perhaps downloaded, once and not by each thread

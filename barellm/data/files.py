@@ -80,14 +80,14 @@ def existing(source: str) -> Path:
 
 
 def files_of(folder: Path, layout: Layout, skipped: Skipped) -> list[Path]:
-    """All text files of a folder at any depth, sorted; the others are added to `skipped`."""
+    """All text files of a folder at any depth, sorted; the others, and hidden or linked folders, are added to `skipped`."""
     found = []
     for inside, folders, names in os.walk(folder, onerror=_refuse):
         for name in list(folders):
             path = Path(inside, name)
             reason = "hidden" if name.startswith(".") else "links to folders" if path.is_symlink() else ""
             if reason:
-                folders.remove(name)
+                folders.remove(name)  # os.walk does not go there
                 skipped.add(reason, path)
         for name in names:
             path = Path(inside, name)

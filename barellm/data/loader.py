@@ -161,7 +161,8 @@ class Documents(Rows):
     def __init__(
         self, tokens: TokenStream, *, separator: int | None, shape: Callable[[int], tuple[int, int]], span: bool = True
     ) -> None:
-        """Find all documents of the stream, in blocks, so that memory stays bounded."""
+        """Find all documents of the stream, in blocks of tokens. `separator` begins each; `shape(row)`: its (seq, most tokens of a
+        document, 0: all); `span` False: no document or row goes from one shard to the next. UserError without any document."""
         if separator is None:
             raise UserError(f"data.order is 'documents', and the vocabulary of {tokens.name} has no token between them")
         blocks = range(0, len(tokens), BLOCK)
@@ -189,12 +190,12 @@ class Documents(Rows):
                 return row
 
     def _next(self, seq: int, document: int) -> list[tuple[int, int]]:
-        """Pack the next row: its documents' token ranges [first, last), seq + 1 tokens in all."""
+        """Pack the next row: its documents' token ranges [first, last), seq + 1 tokens in all; `document`: most of each, 0: all."""
         row, room = [], seq + 1
         wraps = 0  # how often the stream's end was reached: twice means that no row can be filled
         while room:
             wrapped = self._document == len(self._begins)
-            # A row does not go on at the beginning of the text.
+            # A row does not go on at the beginning of the text, nor in another shard (without `span`): what it has is dropped.
             if wrapped or (row and self._shards[self._document] != self._shards[self._document - 1]):
                 row, room = [], seq + 1
             if wrapped:

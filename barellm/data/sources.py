@@ -208,7 +208,7 @@ def corpus_tokenizer(corpus: Corpus, name: str, *, bpe_vocab: int, report: Repor
 
 
 def _from_text(corpus: Corpus, tokenizer: Tokenizer, report: Report, progress: Progress) -> Dataset:
-    """Open the cached tokens of a corpus; tokenize it first if they are missing or damaged."""
+    """Open the cached tokens of a corpus; tokenize it first if they are missing or damaged. The key: both hashes and the FORMAT."""
     key = hashlib.sha256(f"tokens {FORMAT} {corpus.hash} {tokenizer.hash}".encode()).hexdigest()[:32]
     folder = cache.cache_folder("tokens")
     target = folder / key

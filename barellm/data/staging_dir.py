@@ -24,7 +24,7 @@ class StagingDir:
         self._lock = -1
 
     def __enter__(self) -> StagingDir:
-        """Find or make the working folder beside the output, and lock it."""
+        """Find or make the working folder beside the output, and lock it. UserError: another process has it, or `out` is a file."""
         import fcntl
 
         if self.out.exists() and not self.out.is_dir():

@@ -56,7 +56,7 @@ class ShardWriter:
         return self.folder / f"{self.stem}_{part}_{number:06d}.bin"
 
     def write(self, part: str, tokens: np.ndarray) -> None:
-        """Append tokens to a part ("val" or "train"), beginning a new shard whenever one is full."""
+        """Append tokens (n,) to a part ("val" or "train"), beginning a new shard whenever one is full. Headers are zeros so far."""
         while len(tokens):
             number, offset = divmod(self.counts[part], self.shard_tokens)
             piece, tokens = np.split(tokens, [self.shard_tokens - offset])
@@ -193,7 +193,7 @@ def _read_state(path: Path, job: Job) -> State:
 
 
 def _write_manifest(folder: Path, job: Job, done: State, paths: list[Path]) -> dict[str, Any]:
-    """Write shards.json: what the shards hold, their digests, and what they were made from."""
+    """Write shards.json: what the shards hold, their digests, and what they were made from (`done` counts). Returns its content."""
     tokenizer = job.tokenizer
     content = {
         "format": FORMAT, "barellm": __version__, "made_from": job.identity,

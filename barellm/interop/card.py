@@ -86,7 +86,7 @@ def _run_of(step: Path) -> Path | None:
 
 
 def _training(step: Path, meta: dict[str, Any], train: Any) -> dict[str, str]:
-    """Table rows about a checkpoint, from its meta.json and the metrics up to its step."""
+    """Table rows {title: text} about a checkpoint, from its meta.json and the metrics up to its step; of each kind the last one."""
     rows = {"step": f"{meta['step']:,}"}
     if "samples" in meta:
         rows["tokens trained on"] = f"{meta.get('tokens', meta['samples'] * train.seq):,}"

@@ -274,7 +274,7 @@ def write(weights: Weights, out: Path, *, dtype: str, card: str) -> list[str]:
 
 
 def _config(weights: Weights, dtype: str) -> dict[str, Any]:
-    """The content of config.json for these weights."""
+    """The content of config.json for these weights: rows of the family's tables, then `written`, which wins; derived keys null."""
     model, tokenizer = weights.model, weights.tokenizer
     known = hugging_face(model)
     return {

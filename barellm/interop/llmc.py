@@ -59,7 +59,7 @@ def pad(model: gpt2.Config) -> int:
 
 
 def write(weights: Weights, out: Path, *, dtype: str) -> None:
-    """Write a llm.c model file, which appears only when complete. OSError: nothing is left."""
+    """Write a llm.c model file, which appears only when complete: `dtype` fp32 or bf16, padded rows 0. OSError: nothing is left."""
     model, version = weights.model, VERSIONS[dtype]
     assert isinstance(model, gpt2.Config)  # `exported` refuses
     words = [MAGIC, version, model.max_seq, model.vocab_size, model.layers, model.heads, model.d_model]

@@ -247,7 +247,7 @@ def of_family(f: Family) -> HuggingFace:
         return {**found, **f.read(config), **_windows(f, config, sizes["num_hidden_layers"][1])}
 
     def all_written(cfg: Any) -> dict[str, Any]:
-        """The keys of config.json that need more than a table row."""
+        """The keys of config.json that need more than a table row: the inverse of `all_read`. The family's own `written` wins."""
         found = {"num_key_value_heads": cfg.kv_heads, **_written_rope(cfg)}
         if f.local_theta:
             full = {"rope_theta": cfg.rope_theta, **(found["rope_scaling"] or {"rope_type": "default"})}

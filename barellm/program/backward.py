@@ -185,7 +185,7 @@ class Gradients:
         return (forward.on(parts.grad) if isinstance(forward, View) else parts.grad), parts.mode(forward)
 
     def _columns(self, view: View, dtype: str) -> tuple[Tensor, str]:
-        """(columns of the base's gradient, mode) for the next contribution to a view's gradient."""
+        """(columns of the base's gradient, mode "store" or "add") for the next contribution, in `dtype`, to a view's gradient."""
         base = view.base
         pending = self.of.get(base)
         if pending is not None and self.holders[pending] > 1:  # another forward tensor waits for it: add into a copy

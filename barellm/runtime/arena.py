@@ -24,7 +24,7 @@ class ArenaSession(ABC):
     piece = 0
 
     def __init__(self, programs: Mapping[str, Program], plan: planner.Plan) -> None:
-        """Tables by program: scalars it needs, limits of sizes, inputs; memory is the backend's."""
+        """Tables by program: scalars it needs, limits of sizes, inputs. Memory, `_starts` and `_inputs` are the backend's."""
         self.programs, self.plan = programs, plan
         self.tensors: dict[str, Tensor] = dict(next(iter(programs.values())).store.tensors)
         self.guards: poison.Guards | None = None  # in debug mode

@@ -215,7 +215,7 @@ class Reply:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _stream(self, send: Send) -> None:
-        """Send server-sent events; errors become the last event."""
+        """Send server-sent events, "data: " and JSON each; the last is [DONE], or the error, as the status 200 is sent already."""
         kinds = {b"content-type": b"text/event-stream; charset=utf-8", b"cache-control": b"no-store", b"x-accel-buffering": b"no"}
         await send({"type": "http.response.start", "status": 200, "headers": [*kinds.items()]})
         last = "[DONE]"

@@ -82,7 +82,7 @@ class Output:
         return self.samples(decoder, stop, count=count, tokens=min(inputs.FINAL_SAMPLE_TOKENS, tokens // count), seed=step)
 
     def close(self, loop: Loop, result: validation.Result, texts: list[str], elapsed: Callable[[], float]) -> None:
-        """Write the final samples, result row and curve, and print the closing report."""
+        """Write the final samples (`texts`), result row and curve, and print the closing report. `elapsed()`: seconds so far."""
         say, step = self.run.console.line, loop.progress.step
         # Of the texts that are not one piece again and again, where there are such.
         shown = sorted(range(len(texts)), key=lambda i: repetitive(texts[i]))[:FINAL_SHOWN]

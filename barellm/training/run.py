@@ -184,7 +184,7 @@ class Run(Inputs):
         checkpoint.load(path, source)
 
     def _print_intentions(self, compiled: CompiledModel, progress: Progress) -> None:
-        """Print the budget, packing and warnings before the first step."""
+        """Print packing, budget and warnings before the first step; without a measured peak no least time."""
         train, peak = self.config.train, compiled.peak().value
         total = progress.total or (None if train.minutes else train.steps)
         bound_s = compiled.flops_per_step / peak if peak else 0.0
@@ -226,7 +226,7 @@ class Run(Inputs):
         }  # fmt: skip
 
     def _finish(self, output: Output, compiled: CompiledModel, loop: Loop, decoder: Decoder, stop: Stopping) -> bool:
-        """The final evaluation, samples, curve and report. False if stopped before the end."""
+        """The final evaluation, samples, curve and report. False if `stop` was set before the end: nothing is reported then."""
         step = loop.progress.step
         tell = self.console.evaluating(self.final_evaluator.windows.windows)
         result = self.final_evaluator.run(compiled.session, stop=lambda: bool(stop), report=tell)

@@ -184,9 +184,10 @@ class Builder:
         wide = self.op(ivec, f"zext {bits.typed} to {ivec}")
         if dtype == "bf16":
             return self.op(vec, f"bitcast {(wide << 16).typed} to {vec}")
-        magnitude = wide & 0x7FFF
+        magnitude = wide & 0x7FFF  # fp16 without instructions for it: 10 bits of mantissa go to 23, 112 = 127 - 15 of bias
         scaled = self.op(vec, f"bitcast {(magnitude << 13).typed} to {vec}") * 2.0**112  # denormals become normal
         out = self.op(ivec, f"bitcast {scaled.typed} to {ivec}")
+        # From 0x7C00 on infinity and NaN: the exponent is all ones in either format.
         out = self.select(magnitude < 0x7C00, out, (magnitude << 13) | 0x7F800000) | ((wide & 0x8000) << 16)
         return self.op(vec, f"bitcast {out.typed} to {vec}")
 

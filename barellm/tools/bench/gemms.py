@@ -131,7 +131,7 @@ class Timed:
     """A matmul compiled and mapped in as many copies as overflow the caches; `warm()` and `cold()` give seconds of one."""
 
     def __init__(self, gemm: Gemm, dtype: str) -> None:
-        """Compile the GEMM on enough copies of its tensors to overflow the caches."""
+        """Compile the GEMM on enough copies of its tensors to overflow the caches: `cold` goes through all, `warm` stays on one."""
         one = Program(Store(), compute=dtype)
         append(one, gemm, 0)
         self.nbytes = sum(t.nbytes for t in one.store.tensors.values())
@@ -170,7 +170,7 @@ class TimedOnGpu:
     """The same as `Timed`, on a GPU. Two programs: the matmul on each of the copies in turn, and on the first of them as often."""
 
     def __init__(self, gemm: Gemm, dtype: str, **options: Any) -> None:
-        """`options`: GEMM options, as from `assembly.build.gemm_options`."""
+        """`options`: GEMM options, as from `assembly.build.gemm_options`. Program "cold": each copy once; "warm": one, as often."""
         store = Store()
         append(Program(store, compute=dtype), gemm, 0)
         self.nbytes = sum(t.nbytes for t in store.tensors.values())
