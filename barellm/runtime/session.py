@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 class Session(Protocol):
     """Tensors have names. Inputs and outputs are dense for the sizes of a run, parameters are seen as fp32.
 
-    `tensors`: everything that outlives a run, by name: parameters, gradients, optimizer state, caches. `standing`: scalars that
-    every run has unless it is told otherwise. `piece`: tokens of a prompt that are fed at a time, so that they have the bits that
-    they have one by one; 0: all at once."""
+    `tensors`: everything that outlives a run, by name: parameters, gradients, optimizer state, caches. `default_scalars`:
+    those that every run has unless it is given others. `piece`: tokens of a prompt that are fed at a time, so that they have the
+    bits that they have one by one; 0: all at once."""
 
     piece: int
     tensors: dict[str, Tensor]
