@@ -150,15 +150,13 @@ def changed(config: Config, *layers: Mapping[str, object]) -> Config:
 
 
 def check_read(config: Config, keys: Iterable[str]) -> None:
-    """UserError for a key, of those that a user gave, which this optimizer or schedule never reads: else nobody would be told."""
+    """UserError for a key, of those that a user gave, which this optimizer never reads: else nobody would be told."""
     optim = config.optim
     for key in keys:
         name = key.removeprefix("optim.")
         if name in UNREAD[optim.name]:
             readers = " or ".join(other for other, unread in UNREAD.items() if name not in unread)
             raise UserError(f"{key} has no effect with optim.name {optim.name}, expected {readers}")
-        if key == "optim.decay_fraction" and optim.schedule != "wsd":
-            raise UserError(f"{key} has no effect with optim.schedule {optim.schedule}, expected wsd")
 
 
 def flat(config: Config) -> dict[str, Any]:

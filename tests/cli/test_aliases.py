@@ -62,8 +62,7 @@ def test_old_keys_are_accepted_and_told_once(old, key, capsys, tmp_path):
         changed = 64
     more = [] if "rampup" not in key else ["--gradient_accumulation_steps", "5", "--train.minutes", "0"]
     more += {"train.batch_rampup_from": ["--train.batch_rampup_tokens", "9"],
-             "train.batch_rampup_tokens": ["--train.batch_rampup_from", "2"],
-             "optim.decay_fraction": ["--schedule", "wsd"]}.get(key, [])  # fmt: skip
+             "train.batch_rampup_tokens": ["--train.batch_rampup_from", "2"]}.get(key, [])  # fmt: skip
     assert overrides.flat(resolved(owner, f"--{old}", str(changed), *more))[key] == changed
     error = capsys.readouterr().err
     assert error == f"barellm: note: {old} is now {key}: the old name still works, for now\n"
