@@ -149,14 +149,12 @@ def changed(config: Config, *layers: Mapping[str, object]) -> Config:
     return replace(config, **{name: replace(getattr(config, name), **new) for name, new in sections.items()})
 
 
-def check_read(config: Config, keys: Iterable[str]) -> None:
-    """UserError for a key, of those that a user gave, which this optimizer never reads: else nobody would be told."""
-    optim = config.optim
-    for key in keys:
-        name = key.removeprefix("optim.")
-        if name in UNREAD[optim.name]:
-            readers = " or ".join(other for other, unread in UNREAD.items() if name not in unread)
-            raise UserError(f"{key} has no effect with optim.name {optim.name}, expected {readers}")
+def unread(config: Config, keys: Iterable[str]) -> str:
+    """A line about the keys, of those that a user gave, which this optimizer never reads; "" if there are none. It is no error: a
+    loop over optimizers gives all of them one command."""
+    name = config.optim.name
+    found = ", ".join(key for key in keys if key.removeprefix("optim.") in UNREAD[name])
+    return f"with optim.name {name} there is no effect of {found}" if found else ""
 
 
 def flat(config: Config) -> dict[str, Any]:

@@ -37,6 +37,13 @@ def test_long_and_short_forms_set_the_same_keys():
     assert (short.train.steps, short.optim.lr, short.data.source) == (5, 0.5, "x")
 
 
+def test_an_option_that_the_optimizer_never_reads_is_named(capsys):
+    assert resolved("shakespeare-char", "--optim.momentum", "0.5", "--optim.ns_steps", "3").optim.momentum == 0.5
+    assert capsys.readouterr().err == "barellm: note: with optim.name adamw there is no effect of optim.momentum, optim.ns_steps\n"
+    resolved("shakespeare-char", "--optim.momentum", "0.5", "--optim.name", "muon", "--lr", "0.002")
+    assert capsys.readouterr().err == ""
+
+
 def test_heads_and_channels_change_together():
     assert resolved("--model.heads", "7", "--model.d_model", "70").model.head_size == 10
 

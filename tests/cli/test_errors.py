@@ -137,7 +137,6 @@ def test_heads_that_do_not_divide_channels(refused, out, text):
         (["--schedule", "cosin"], "optim.schedule is 'cosin', expected cosine, linear, constant or wsd"),
         (["--schedule", "wsd", "--optim.decay_fraction", "1.5"], "optim.decay_fraction is 1.5, expected at most 1"),
         (["--schedule", "wsd", "--optim.decay_fraction", "-0.1"], "optim.decay_fraction is -0.1, expected at least 0"),
-        (["--optim.momentum", "0.9"], "optim.momentum has no effect with optim.name adamw, expected muon or speedrun"),
         (["--schedule", "wsd", "--lr", "1e-5"], "optim.min_lr 0.0001 is above optim.lr 1e-05: lower it too"),
         (["--schedule", "linear", "--optim.decay_fraction", "nan"], "optim.decay_fraction is 'nan', expected a number"),
         (["--optim.beta1", "1"], "optim.beta1 is 1.0, expected 0 <= beta1 < 1"),

@@ -312,7 +312,8 @@ class CommandLine:
     def changed(self, config: Config) -> Config:
         """`config` as the file changes it, and then the command line."""
         config = overrides.changed(config, {} if self.file is None else self.file.changes(config), self.texts)
-        overrides.check_read(config, self.texts)
+        if line := overrides.unread(config, self.texts):
+            print(f"barellm: note: {line}", file=sys.stderr)
         return config
 
 
