@@ -148,8 +148,9 @@ def test_recomputed_operands_are_rounded_as_the_first_time_and_change_no_state(r
             np.testing.assert_array_equal(other[tensor], values, err_msg=tensor)
 
 
-def biased(rule: str, sizes: list[float]) -> list[np.ndarray]:
-    """What a matmul reads as x in e2m1, of micro-batches whose numbers are (1, -1) times these: 6 is the largest, 0.5 the least."""
+def biased(rule: str, sizes: list[float], second: float = -1) -> list[np.ndarray]:
+    """What a matmul reads as x in e2m1, of micro-batches whose numbers are (1, `second`) times these: 6 is the largest, 0.5 the
+    least."""
     p = Program(Store())
     leaf = p.apply(Leaf, x=p.input("x", (Dim("batch", 1), Dim("seq", 1), 2), "fp32")).y
     y = p.linear(leaf, p.parameter("w", (2, 2)))
@@ -158,7 +159,7 @@ def biased(rule: str, sizes: list[float]) -> list[np.ndarray]:
     session, found = ReferenceSession({"op": p}), []
     session.write("w", np.eye(2))
     for size in sizes:
-        session.write("x", np.array([[[size, -size]]]))
+        session.write("x", np.array([[[size, second * size]]]))
         session.run("op")
         found.append(session.read("y").reshape(-1))
     return found
@@ -178,6 +179,11 @@ def test_where_the_exponent_biases_of_operands_come_from(rule, wanted):
     np.testing.assert_array_equal(found, [[w, -w] for w in wanted])
 
 
+def test_a_floating_bias_reaches_the_largest_number_and_no_further():
+    """Of 1.1 the largest is 1.5 and the least 0.125, to which 0.07 is rounded; with one exponent more it would be 0."""
+    np.testing.assert_array_equal(biased("floating", [1.1], second=-0.07 / 1.1), [[1, -0.125]])
+
+
 def test_a_learned_bias_is_updated_at_steps_that_double():
     """Two exponents above that of the largest number: of 1.1 it is 0, so the largest is 1.5 * 2^2, and 100 is beyond it."""
     found = biased("learned", [1.1, 100.0, 100.0, 100.0, 100.0, 1.1])
@@ -195,6 +201,7 @@ def test_a_learned_bias_is_updated_at_steps_that_double():
         (["", "--train.stochastic_rounding", "weights"], "train.matmul_formats empty, expected formats"),
         (["e4m3", "--train.stochastic_rounding", "weight"], "names 'weight', expected any of activations, weights, gradients"),
         (["e5m10", "--dtype", "bf16"], "train.matmul_formats with 10 bits of mantissa expects train.dtype fp32, found bf16"),
+        (["e5m7", "--dtype", "fp16"], "with 7 bits of mantissa expects train.dtype fp32 or bf16, found fp16"),
         (["e5m2", "--dtype", "fp16"], "train.matmul_formats with 2 bits of mantissa expects train.dtype fp32 or bf16, found fp16"),
     ],
 )
