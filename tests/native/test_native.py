@@ -345,21 +345,21 @@ def test_other_rates_are_those_of_python_too(tmp_path, made, options, monkeypatc
     ],
 )
 @pytest.mark.extended
-def test_every_format_of_weights_and_moments_is_kept(made, dtype, options):
+def test_every_format_of_weights_and_moments_is_kept(made, tmp_path, dtype, options):
     more = [*SIZES, *MUON, "--dtype", dtype, "--model.layers", "1", "--steps", "3", "--train.checkpoint_every", "2", *options]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BARELLM_CACHE", str(made / "cache"))
-        build = ["build", "shakespeare-char", "--data", str(made / "text.txt"), *more, "-o", str(made / dtype / "program")]
+        build = ["build", "shakespeare-char", "--data", str(made / "text.txt"), *more, "-o", str(tmp_path / "program")]
         assert main(build) == 0
-    assert train(made / dtype, "whole").returncode == 0
-    assert train(made / dtype, "parts", "--stop", "2").returncode == 0
-    assert train(made / dtype, "parts").returncode == 0
-    found = [checkpoint.find(made / dtype / run)[0] for run in ("whole", "parts")]
+    assert train(tmp_path, "whole").returncode == 0
+    assert train(tmp_path, "parts", "--stop", "2").returncode == 0
+    assert train(tmp_path, "parts").returncode == 0
+    found = [checkpoint.find(tmp_path / run)[0] for run in ("whole", "parts")]
     assert [[(path / name).read_bytes() for name in FILES] for path in found][1:] == [
         [(found[0] / name).read_bytes() for name in FILES]
     ]
     config = overrides.from_json(checkpoint.read_meta(found[0])["config"])
-    rounds_as_python(made / dtype / "program" / "libbarellm.so", config)
+    rounds_as_python(tmp_path / "program" / "libbarellm.so", config)
 
 
 def rounds_as_python(program: Path, config: Any) -> None:
