@@ -42,7 +42,7 @@ def head_constants(op: Op) -> dict[str, Any]:
 @kernel("head_rmsnorm", constants=lambda op: {"eps": op.eps, **head_constants(op)})
 @kernel("rmsnorm", constants=lambda op: {"eps": op.eps, **row_constants(op)})
 @kernel("layernorm", constants=lambda op: {"eps": op.eps, **row_constants(op)})
-def layernorm(k, y, mean, rstd, x, weight, bias, *, C, eps, dims, inner) -> None:
+def norm(k, y, mean, rstd, x, weight, bias, *, C, eps, dims, inner) -> None:
     """The kernel of both norms, for each row of x (rows, C). LayerNorm: y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance
     + eps); with `mean` None RMSNorm: y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + eps). Writes mean, rstd (rows) fp32; weight,
     bias (C), None: 1 and 0. Memory is read once: the row stays in registers, or in the L1 if it is long. LayerNorm's sums are of x
