@@ -9,8 +9,10 @@ always does. Packing is cut into chunks, so that it can be spread over a micro-k
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
-from barellm.cpu.kernel import ISA, Pointer, Value
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.lang.vector import transpose_groups
 from barellm.program.dtypes import itemsize
@@ -113,21 +115,31 @@ class PanelBuffers:
             self.ready.value = self.next
 
 
+@dataclass
 class PackBTransposed(PackTask):
-    """Packs a B panel (depth, nr) from a transposed B: elements [0, depth) of rows [col, col + nr) of w (cols, stride), which are
-    B's columns, to `panel` [k unit][nr]. A chunk is 4 units of `lanes` columns, transposed 4 x 4 in each 128-bit group; chunks go
-    along the depth first. Columns beyond the last repeat it; the epilogue never stores them."""
+    """Packs a B panel (depth, nr) from a transposed B: elements [0, depth) of rows [col, col + nr) of w, which are B's columns, to
+    `panel` [k unit][nr]. A chunk is 4 units of `lanes` columns, transposed 4 x 4 in each 128-bit group; chunks go along the depth
+    first. Columns beyond the last repeat it; the epilogue never stores them.
 
-    def __init__(self, k, panel, w, col, *, cols: int, stride: int, depth, even: bool, nr: int,
-            fetch: Callable[[Value], None] | None = None) -> None:  # fmt: skip
-        """`even`: depth is a whole number of chunks. `fetch(i)`: with chunk i, prefetch what is packed later (None: NEAR and FAR
-        chunks on). `nr`: columns of the panel, a multiple of `lanes`; `depth`: a Value where the last KC block is shorter.
-        `depth_chunks`: whole chunks of a column."""
-        self.out, self.w, self.col, self.cols, self.stride, self.depth = panel.as_dtype("i32"), w, col, cols, stride, depth
-        self.even, self.nr, self.fetch, self.vnni = even, nr, fetch or self._fetch_ahead, uses_vnni(k.isa, w.dtype)
-        self.elements = 8 if self.vnni else 4  # of a column in a chunk
-        self.depth_chunks = depth // self.elements
-        super().__init__(k, self.depth_chunks * (nr // k.lanes))
+    Derived: `vnni`: a unit is a pair of bf16; `elements`: of a column in a chunk; `depth_chunks`: whole chunks of a column."""
+
+    k: KernelBuilder
+    panel: Pointer
+    w: Pointer  # (cols, stride) row-major, from the first element of the KC block on
+    col: Value
+    _: KW_ONLY
+    cols: int
+    stride: int  # elements from a row of w to the next
+    depth: Any  # a Value where the last KC block is shorter
+    even: bool  # depth is a whole number of chunks
+    nr: int  # columns of the panel, a multiple of `lanes`
+    fetch: Callable[[Value], None] | None = None  # fetch(i), with chunk i: prefetch what is packed later; None: `_fetch_ahead`
+
+    def __post_init__(self) -> None:
+        self.vnni = uses_vnni(self.k.isa, self.w.dtype)
+        self.elements = 8 if self.vnni else 4
+        self.depth_chunks = self.depth // self.elements
+        super().__init__(self.k, self.depth_chunks * (self.nr // self.k.lanes))
 
     def _column_of_b(self, i) -> Pointer:
         column = self.k.min(self.col + i, self.cols - 1) if self.cols % self.nr else self.col + i
@@ -146,31 +158,38 @@ class PackBTransposed(PackTask):
 
     def chunk(self, i) -> None:
         """Pack 4 units of `lanes` columns."""
-        # First column in the panel, first element of the depth.
-        k, c, d = self.k, i // self.depth_chunks * self.k.lanes, i % self.depth_chunks * self.elements
-        self.fetch(i)
+        k = self.k
+        c = i // self.depth_chunks * k.lanes  # first column in the panel
+        d = i % self.depth_chunks * self.elements  # first element of the depth
+        (self.fetch or self._fetch_ahead)(i)
         # Vector r has in its 128-bit group g the 4 units of column 4 g + r, so that the transposed vectors have columns in order.
-        groups = range(0, k.lanes, 4)
-        four = [k.concat([_load_four_units(k, self._column_of_b(c + (r + g)).at(d), self.vnni) for g in groups]) for r in range(4)]
-        for u, vector in enumerate(transpose_groups(k, four)):
-            self.out.store_raw(vector, (d // (self.elements // 4) + u) * self.nr + c)
+        vectors = []
+        for r in range(4):
+            groups = [_load_four_units(k, self._column_of_b(c + (r + g)).at(d), self.vnni) for g in range(0, k.lanes, 4)]
+            vectors.append(k.concat(groups))
+        for u, vector in enumerate(transpose_groups(k, vectors)):
+            unit = d // (self.elements // 4) + u
+            self.panel.as_dtype("i32").store_raw(vector, unit * self.nr + c)
 
     def pack_tail(self) -> None:
-        """Pack the units of a partial chunk, one by one; the last of an odd depth is paired with zero."""
+        """Pack the units of a partial chunk, one by one."""
         if self.even:
             return
         k, unit_elements = self.k, 2 if self.vnni else 1
         with k.loop(0, self.nr) as c, k.loop(self.depth_chunks * self.elements, self.depth, unit_elements) as d:
-            p = self._column_of_b(c).at(d)
-            if not self.vnni:
-                value = k.op("i32", f"bitcast float {p.get().ref} to i32")
-            else:
-                unit = k.var(k.op("i32", f"zext i16 {k.op('i16', f'load i16, ptr {p.ref}, align 2').ref} to i32"))
-                with k.when(d + 1 < self.depth):
-                    unit.value = k.op("i32", f"load i32, ptr {p.ref}, align 2")
-                value = unit.value
-            target = self.out.at((d // unit_elements) * self.nr + c)
-            k.line(f"store {value.typed}, ptr {target.ref}, align 4")
+            source = self._column_of_b(c).at(d)
+            unit = self._pair_or_last(source, d) if self.vnni else k.op("i32", f"bitcast float {source.get().ref} to i32")
+            target = self.panel.at((d // unit_elements) * self.nr + c)
+            k.line(f"store {unit.typed}, ptr {target.ref}, align 4")
+
+    def _pair_or_last(self, source, d) -> Value:
+        """Elements d and d + 1 of the depth as one i32, two bf16 from `source` on; the last of an odd depth is paired with zero."""
+        k = self.k
+        first = k.op("i16", f"load i16, ptr {source.ref}, align 2")
+        unit = k.var(k.op("i32", f"zext i16 {first.ref} to i32"))
+        with k.when(d + 1 < self.depth):
+            unit.value = k.op("i32", f"load i32, ptr {source.ref}, align 2")
+        return unit.value
 
 
 def _load_four_units(k, p, pair: bool) -> Value:
@@ -181,16 +200,26 @@ def _load_four_units(k, p, pair: bool) -> Value:
     return k.bitcast(k.widen16(half, p.dtype), "<4 x i32>")
 
 
+@dataclass
 class PackB(PackTask):
-    """Packs a B panel (depth, width) from row-major B: rows [0, depth) and columns [col, col + width) of b, row stride `stride`
-    elements, to `block` [depth][width] fp32 or VNNI. A chunk is a row, or with VNNI an interleaved pair of rows."""
+    """Packs a B panel (depth, width) from row-major B: rows [0, depth) and columns [col, col + width) of b, to `block`
+    [depth][width] fp32 or VNNI (`vnni`). A chunk is a row, or with VNNI an interleaved pair of rows."""
 
-    def __init__(self, k, block, b, col, depth, *, stride: int, width: int, cols, columns_next: bool = False) -> None:
-        """`cols`: the number of b's columns where the panel may exceed it (zero-padded), else None. `columns_next`: the panel of
-        the next columns follows, not that of the next rows, so the far prefetch goes there."""
-        self.block, self.b, self.col, self.depth, self.stride, self.width = block, b, col, k.int(depth), stride, width
-        self.cols, self.columns_next, self.vnni = cols, columns_next, uses_vnni(k.isa, b.dtype)
-        super().__init__(k, self.depth >> 1 if self.vnni else self.depth)
+    k: KernelBuilder
+    block: Pointer
+    b: Pointer
+    col: Value
+    depth: Any
+    _: KW_ONLY
+    stride: int  # elements from a row of b to the next
+    width: int
+    cols: int | None  # b's columns where the panel may exceed them and is zero-padded, else None
+    columns_next: bool = False  # the panel of the next columns follows, not that of the next rows: the far prefetch goes there
+
+    def __post_init__(self) -> None:
+        self.depth = self.k.int(self.depth)
+        self.vnni = uses_vnni(self.k.isa, self.b.dtype)
+        super().__init__(self.k, self.depth >> 1 if self.vnni else self.depth)
 
     def _load(self, row, v: int) -> Value:
         """Vector of row `row` of b from panel column v on: raw 16-bit lanes with VNNI, else fp32; columns beyond `cols` are
@@ -203,9 +232,10 @@ class PackB(PackTask):
         """Prefetch the panel's row NEAR rows ahead to L1, and to L2 what is needed later."""
         b, col, stride = self.b, self.col, self.stride
         far = row * stride + col + self.width if self.columns_next else (row + FAR) * stride + col
-        for at, near in (((row + NEAR) * stride + col, True), (far, False)):
+        near = (row + NEAR) * stride + col
+        for first, level in ((near, True), (far, False)):
             for line in range(0, self.width * b.itemsize, LINE):
-                self.k.prefetch(b.at(at).bytes(line), near=near)
+                self.k.prefetch(b.at(first).bytes(line), near=level)
 
     def _store_pair(self, d, v: int, even, odd) -> None:
         """Vector v of the interleaved rows d and d + 1."""
@@ -235,105 +265,145 @@ class PackB(PackTask):
                     self._store_pair(depth - 1, v, self._load(depth - 1, v), k.const(0, f"<{k.lanes} x i16>"))
 
 
-class PackedA:
-    """A of a weight gradient, packed from A^T: columns of b (depth, cols) as [columns / mr][units][mr] in thread scratch, a unit
-    being a row of b or with VNNI a pair of rows. A micro-kernel reads its tile sequentially. Tiles that share cache lines of b are
-    packed together, as a group; the next group is packed while the micro-kernel first reads the current one."""
+@dataclass(frozen=True)
+class BlockOfA:
+    """A block of A before packing: rows [0, depth) and columns [first, last) of b."""
 
-    def __init__(self, k, at, *, dtype: str, rows: int, cols: int, stride: int, max_depth, inside: bool,
-            block: Callable[[Value], tuple[Pointer, Value, Value, Value]]) -> None:  # fmt: skip
-        """`at`: where it lies in scratch; `rows`: MR; `cols`, `stride`: columns and row stride (elements) of b; `max_depth`: of any
-        block. `block(number)`: (b, first column, last column + 1, depth) of block `number`. `inside`: no tile hangs over the last
-        of the `cols` columns; else it is zero-padded."""
-        self.k, self.at, self.rows, self.block = k, at.as_dtype("i32"), rows, block
-        self.cols, self.stride = cols, stride
-        self.pair = uses_vnni(k.isa, dtype)
-        self.max_units = (max_depth + 1) >> 1 if self.pair else max_depth  # of a column, so of 32-bit words
-        self.tiles, self.inside = max(1, LINE // (rows * itemsize(dtype))), inside  # tiles of a group
-        # The current block's number, -1: none; its packed groups; packed units of the next group.
-        self.current, self.group, self.unit = k.var(-1), k.var(0), k.var(0)
+    b: Pointer
+    first: Value
+    last: Value
+    depth: Value
+
+
+@dataclass
+class PackedA:
+    """A of a weight gradient, packed from A^T: columns of b (.., cols) as [columns / mr][unit][mr] words of 32 bits in thread
+    scratch, from `at` on. A unit is a row of b, or with VNNI (`pair`) a pair of rows. A micro-kernel reads its tile, MR columns,
+    sequentially.
+
+    Tiles that share cache lines of b are packed together, a group of `group_tiles`; the next group is packed while the micro-kernel
+    first reads the current one. Protocol: acquire(number); then tile(column) -> packed tile, step() inside each micro-kernel.
+
+    `max_units`: room of a column, in units. Of the current block (`acquire`): its `source`, `whole_units` of a column (an odd last
+    row is not in them), `groups`, and `per_step`, units that a step packs. Variables of the emitted code: `current`, the block's
+    number (-1: none); `group`, the next one to pack; `unit`, the next unit of that group."""
+
+    k: KernelBuilder
+    at: Pointer
+    _: KW_ONLY
+    dtype: str
+    mr: int  # columns of b in a tile, rows of A
+    cols: int  # columns of b
+    stride: int  # elements from a row of b to the next
+    max_depth: Value  # of any block
+    inside: bool  # no tile hangs over the last column of b; else tiles are zero-padded
+    block: Callable[[Value], BlockOfA]  # block(number)
+
+    def __post_init__(self) -> None:
+        self.at = self.at.as_dtype("i32")
+        self.pair = uses_vnni(self.k.isa, self.dtype)
+        self.max_units = (self.max_depth + 1) >> 1 if self.pair else self.max_depth
+        self.group_tiles = max(1, LINE // (self.mr * itemsize(self.dtype)))
+        self.current = self.k.var(-1)
+        self.group = self.k.var(0)
+        self.unit = self.k.var(0)
 
     def acquire(self, number, calls) -> None:
         """Make block `number` current; `step` is called `calls` times in each micro-kernel. What is packed of it stays."""
         k = self.k
         with k.when(self.current.value.differs(number)):
             self.current.value, self.group.value, self.unit.value = number, k.int(0), k.int(0)
-        self.b, self.first, self.last, self.depth = self.block(number)
-        self.whole = self.depth >> 1 if self.pair else self.depth  # whole units of a column
-        self.groups = k.ceil_div(self.last - self.first, self.tiles * self.rows)  # of tiles in the block
-        self.per_call = (self.whole + calls * self.tiles - 1) // (calls * self.tiles)
+        self.source = self.block(number)
+        self.whole_units = self.source.depth >> 1 if self.pair else self.source.depth
+        self.groups = k.ceil_div(self.source.last - self.source.first, self.group_tiles * self.mr)
+        self.per_step = (self.whole_units + calls * self.group_tiles - 1) // (calls * self.group_tiles)
 
     def tile(self, column) -> Pointer:
         """The packed tile that starts `column` columns after the block's first."""
         k = self.k
-        with k.when(self.group.value.equals(column // (self.tiles * self.rows))):
-            self._pack_units_until(self.whole)
+        with k.when(self.group.value.equals(column // (self.group_tiles * self.mr))):
+            self._pack_units_until(self.whole_units)
         return self.at.at(column * self.max_units)
 
     def step(self) -> None:
-        """Pack the next `per_call` units of the next group, if there is one."""
+        """Pack the next `per_step` units of the next group, if there is one."""
         k = self.k
         with k.when(self.group.value < self.groups):
-            self._pack_units_until(k.min(self.unit.value + self.per_call, self.whole))
+            self._pack_units_until(k.min(self.unit.value + self.per_step, self.whole_units))
 
     def _pack_units_until(self, end) -> None:
-        """Pack units [unit, `end`) of the next group, complete where `end` is its last whole unit; then an odd last row follows."""
-        k, group = self.k, self.group.value
-        columns = self._columns(group)
-        hangs_over = columns[-1] + self.rows > self.cols
+        """Pack the next group from unit `self.unit` up to unit `end`. If `end` is its last whole unit, the group is complete."""
+        k = self.k
+        group = self.group.value
+        tiles = self._tiles_of(group)
+        self._pack_whole_units(tiles, end)
+        is_complete = end.equals(self.whole_units)
+        if self.pair:  # the last row of an odd depth follows the whole units
+            with k.when(is_complete & (self.source.depth & 1).differs(0)):
+                for col in tiles:
+                    self._pack_unit(col, self.whole_units, masked=not self.inside, half=True)
+        # Where the next step goes on: in the group after this one, or in this group at `end`.
+        next_group = k.select(is_complete, group + 1, group)
+        next_unit = k.select(is_complete, 0, end)
+        self.group.value = next_group
+        self.unit.value = next_unit
+
+    def _tiles_of(self, group) -> list[Value]:
+        """The columns of b where the tiles of a group start; beyond the last tile the last one is packed once more."""
+        first, last = self.source.first, self.source.last
+        start = first + group * (self.group_tiles * self.mr)
+        last_tile = first + (last - first - 1) // self.mr * self.mr
+        return [self.k.min(start + i * self.mr, last_tile) for i in range(self.group_tiles)]
+
+    def _pack_whole_units(self, tiles: list[Value], end) -> None:
+        """Pack units [self.unit, end) of the `tiles` of a group, given by their columns."""
+        k = self.k
+        hangs_over = tiles[-1] + self.mr > self.cols
         if not self.inside:
             with k.when(hangs_over), k.loop(self.unit.value, end) as u:
-                self._pack_group_unit(columns, u, masked=True)
+                self._pack_group_unit(tiles, u, masked=True)
         with nullcontext() if self.inside else k.otherwise(hangs_over), k.loop(self.unit.value, end) as u:
-            self._pack_group_unit(columns, u)
-        complete = end.equals(self.whole)
-        if self.pair:
-            with k.when(complete & (self.depth & 1).differs(0)):
-                for col in columns:
-                    self._pack_unit(col, self.whole, masked=not self.inside, half=True)
-        self.group.value, self.unit.value = k.select(complete, group + 1, group), k.select(complete, 0, end)
+            self._pack_group_unit(tiles, u, masked=False)
 
-    def _columns(self, group) -> list[Value]:
-        """Where in b the tiles of a group start; beyond the last tile the last one is packed once more."""
-        start = self.first + group * (self.tiles * self.rows)
-        end = self.first + (self.last - self.first - 1) // self.rows * self.rows
-        return [self.k.min(start + i * self.rows, end) for i in range(self.tiles)]
-
-    def _pack_group_unit(self, columns, u, *, masked: bool = False) -> None:
-        """Pack unit u of the tiles at `columns` of b, a group, and prefetch later ones. A group may begin inside a cache line and
-        end in another: the L2 has the first from the group before, so only the last is prefetched at distance FAR. After the last
-        unit come those of the next group: a few hundred tokens are not many times FAR."""
+    def _pack_group_unit(self, tiles: list[Value], u, *, masked: bool) -> None:
+        """Pack unit u of the tiles of a group, and prefetch later units. A group may begin inside a cache line and end in another:
+        the L2 has the first from the group before, so only the last is prefetched at distance FAR. After the last unit come those
+        of the next group: a few hundred tokens are not many times FAR."""
         k, unit_rows = self.k, 2 if self.pair else 1
-        first, last, near, far = columns[0], columns[-1] + (self.rows - 1), u + LEFT_NEAR, u + FAR
-        beyond = far >= self.whole
-        far = k.select(beyond, far - self.whole, far)
-        far_col = k.select(beyond, last + self.tiles * self.rows, last)
-        for unit, col in ((near, first), (near, last), (far, far_col)):
+        first_col, last_col = tiles[0], tiles[-1] + (self.mr - 1)
+        near_unit, far_unit = u + LEFT_NEAR, u + FAR
+        in_next_group = far_unit >= self.whole_units
+        far_unit = k.select(in_next_group, far_unit - self.whole_units, far_unit)
+        far_col = k.select(in_next_group, last_col + self.group_tiles * self.mr, last_col)
+        for unit, col, near in ((near_unit, first_col, True), (near_unit, last_col, True), (far_unit, far_col, False)):
             for r in range(unit_rows):
-                k.prefetch(self.b.at((unit * unit_rows + r) * self.stride + col), near=unit is near)
-        for col in columns:
+                row = unit * unit_rows + r
+                k.prefetch(self.source.b.at(row * self.stride + col), near=near)
+        for col in tiles:
             self._pack_unit(col, u, masked=masked)
 
     def _pack_unit(self, col, u, *, masked: bool, half: bool = False) -> None:
         """Pack unit u of the tile at column `col` of b: MR words of 32 bits, fp32 or VNNI pairs of rows 2 u and 2 u + 1. `masked`:
         it may hang over the last column and is zero-padded; `half`: the unit is the last row of an odd depth, paired with zeros."""
-        k, b, rows = self.k, self.b, self.rows
-        item = "i16" if b.itemsize == 2 else "float"
-        tile = self.at.at((col - self.first) * self.max_units + u * rows)
-
-        for v in range(0, rows, k.lanes):
-            n = min(rows - v, k.lanes)
-
-            def load(row, v: int = v, n: int = n) -> Value:  # n lanes of a row; masked: none beyond `cols` is read
-                p = b.at(row * self.stride + col + v)
-                if not masked:
-                    return k.op(f"<{n} x {item}>", f"load <{n} x {item}>, ptr {p.ref}, align {b.itemsize}")
-                return k.shuffle(p.load_raw(0, k.mask_first(self.cols - (col + v))), None, list(range(n)))
-
-            x = load(u << 1 if self.pair else u)
-            if b.itemsize == 2 and not self.pair:
-                x = k.widen16(x, b.dtype)
+        k, b = self.k, self.source.b
+        target = self.at.at((col - self.source.first) * self.max_units + u * self.mr)
+        for v in range(0, self.mr, k.lanes):
+            lanes = min(self.mr - v, k.lanes)
+            row = u << 1 if self.pair else u
+            words = self._load(row, col, v, lanes, masked=masked)
             if self.pair:
-                other = k.const(0, f"<{n} x i16>") if half else load((u << 1) + 1)
-                x = k.bitcast(k.shuffle(x, other, [j for i in range(n) for j in (i, n + i)]), f"<{n} x i32>")
-            k.line(f"store {x.typed}, ptr {tile.at(v).ref}, align 4")
+                odd = k.const(0, f"<{lanes} x i16>") if half else self._load((u << 1) + 1, col, v, lanes, masked=masked)
+                words = k.bitcast(k.interleave(words, odd), f"<{lanes} x i32>")
+            elif b.itemsize == 2:
+                words = k.widen16(words, b.dtype)
+            k.line(f"store {words.typed}, ptr {target.at(v).ref}, align 4")
+
+    def _load(self, row, col, v: int, lanes: int, *, masked: bool) -> Value:
+        """`lanes` elements of a row of b, unconverted, from column col + v on; `masked`: none beyond the last column is read."""
+        k = self.k
+        p = self.source.b.at(row * self.stride + col + v)
+        if masked:
+            whole_vector = p.load_raw(0, k.mask_first(self.cols - (col + v)))
+            return k.shuffle(whole_vector, None, list(range(lanes)))
+        type_ = f"<{lanes} x {'i16' if p.itemsize == 2 else 'float'}>"
+        return k.op(type_, f"load {type_}, ptr {p.ref}, align {p.itemsize}")

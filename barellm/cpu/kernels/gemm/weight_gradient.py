@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from barellm.cpu.gemm_config import GemmConfig, Tile, token_chunk
-from barellm.cpu.kernel import ISA, Pointer, Value
+from barellm.cpu.kernel import ISA, Value
 from barellm.cpu.kernels.gemm import amx, packing, weight_gradient_amx
 from barellm.cpu.kernels.gemm.microkernel import (
     add_previous_sums,
@@ -119,7 +119,7 @@ class WeightGradient:
         self.b_panels = packing.PanelBuffers(k, scratch, nbytes, self._pack_b_panel)
         # Whether no tile of A hangs over dy's last column.
         inside = all(i * config.mc + round_up(n, self.tile.mr) <= N for i, n in enumerate(self.heights))
-        self.packed_a = packing.PackedA(k, scratch.bytes(2 * nbytes), dtype=dy.dtype, rows=self.tile.mr, cols=N, stride=dy_row,
+        self.packed_a = packing.PackedA(k, scratch.bytes(2 * nbytes), dtype=dy.dtype, mr=self.tile.mr, cols=N, stride=dy_row,
             max_depth=k.min(tokens, self.chunk), inside=inside, block=self._block_of_a)  # fmt: skip
 
     def _pack_b_panel(self, into, number) -> packing.PackTask:
@@ -129,11 +129,14 @@ class WeightGradient:
         source, depth = self.x.at(t * self.x_row), self.k.min(self.tokens - t, self.chunk)
         return packing.PackB(self.k, into, source, col, depth, stride=self.x_row, width=self.nr, cols=ragged)
 
-    def _block_of_a(self, number) -> tuple[Pointer, Value, Value, Value]:
-        """Block `number` of A, t * m_blocks + m_block: (dy, first and last column of dy, tokens), from token t on."""
-        k, mc = self.k, self.config.mc
-        t, first = number // self.m_blocks, number % self.m_blocks * mc
-        return self.dy.at(t * self.dy_row), first, k.min(first + mc, self.N), k.min(self.tokens - t, self.chunk)
+    def _block_of_a(self, number) -> packing.BlockOfA:
+        """Block `number` of A, t * m_blocks + m_block: MC columns of dy, tokens from t on."""
+        k = self.k
+        t = number // self.m_blocks
+        first = number % self.m_blocks * self.config.mc
+        b = self.dy.at(t * self.dy_row)
+        last = k.min(first + self.config.mc, self.N)
+        return packing.BlockOfA(b, first, last, depth=k.min(self.tokens - t, self.chunk))
 
     def run(self) -> None:
         """The loops of the module's docstring: work items, chunks of tokens, B panels of x. A, of dy, is packed once a chunk."""
