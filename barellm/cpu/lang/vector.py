@@ -58,23 +58,25 @@ def exp2_within(k: Builder, x: Value) -> Value:
     return polynomial(k, x - n, EXP2) * power
 
 
-def exp(k: Builder, x: Value, least: float = -105.0) -> Value:
-    """e**x, below `least` that power: 2^n e^r with n = round(x log2(e)) and r = x - n ln(2). ln(2) is subtracted as the sum of two
-    floats (Cody and Waite 1980), so that the error stays at an ulp or two for large |x|."""
-    clipped = k.max(least, k.min(89.0, x))
-    shifted = k.fma(clipped, LOG2E, MAGIC)
+def _reduce_range(k: Builder, x: Value) -> tuple[Value, Value]:
+    """(MAGIC + n, r) such that e^x = 2^n e^r: n = round(x log2(e)), r = x - n ln(2). ln(2) is subtracted as the sum of two floats
+    (Cody and Waite 1980), so that the error stays at an ulp or two for large |x|."""
+    shifted = k.fma(x, LOG2E, MAGIC)
     n = shifted - MAGIC
-    r = k.fma(n, -0.693145751953125, clipped)
-    r = k.fma(n, -1.428606765330187e-06, r)
+    r = k.fma(n, -0.693145751953125, x)
+    return shifted, k.fma(n, -1.428606765330187e-06, r)
+
+
+def exp(k: Builder, x: Value, least: float = -105.0) -> Value:
+    """e**x, below `least` that power, as 2^n e^r (`_reduce_range`)."""
+    shifted, r = _reduce_range(k, k.max(least, k.min(89.0, x)))
     return _scale(k, polynomial(k, r, EXP), shifted, x, low=-87.33654, high=88.7228)
 
 
 def tanh(k: Builder, x: Value) -> Value:
     """expm1(2 x) / (expm1(2 x) + 2), with expm1 = 2^n (e^r - 1) + (2^n - 1): no digits cancel, near 0 either."""
     clipped = k.max(-40.0, k.min(40.0, x + x))  # of a NaN and a number the second: NaN stays
-    shifted = k.fma(clipped, LOG2E, MAGIC)
-    n = shifted - MAGIC
-    r = k.fma(n, -1.428606765330187e-06, k.fma(n, -0.693145751953125, clipped))
+    shifted, r = _reduce_range(k, clipped)
     power = k.bitcast((k.bitcast(shifted, k.ivec) << 23) + 0x3F800000, k.vec)
     e = k.fma(power, r * polynomial(k, r, EXP[1:]), power - 1.0)
     return e / (e + 2.0)
@@ -91,9 +93,7 @@ def ln(k: Builder, x: Value) -> Value:
     m = k.bitcast(bits - (exponent_bits << 23), k.vec)
     s = (m - 1.0) / (m + 1.0)
     z = s * s
-    p = k.to(2 / 11, k.vec)
-    for c in (2 / 9, 2 / 7, 2 / 5, 2 / 3, 2.0):
-        p = k.fma(p, z, c)
+    p = polynomial(k, z, (2.0, 2 / 3, 2 / 5, 2 / 7, 2 / 9, 2 / 11))
     return k.select(x < float("inf"), k.fma(e, log(2.0), p * s), x)
 
 
@@ -220,13 +220,8 @@ def sincos_turn(k: Builder, turn: Value) -> tuple[Value, Value]:
     quadrant = (turn + (1 << 21)) >> 22
     r = k.to(turn - (quadrant << 22), k.vec) * (2 * pi / 2**24)
     z = r * r
-    sine = k.to(1 / 362880, k.vec)
-    for c in (-1 / 5040, 1 / 120, -1 / 6):
-        sine = k.fma(sine, z, c)
-    sine = k.fma(sine * z, r, r)
-    cosine = k.to(-1 / 3628800, k.vec)
-    for c in (1 / 40320, -1 / 720, 1 / 24, -0.5, 1.0):
-        cosine = k.fma(cosine, z, c)
+    sine = k.fma(polynomial(k, z, (-1 / 6, 1 / 120, -1 / 5040, 1 / 362880)) * z, r, r)
+    cosine = polynomial(k, z, (1.0, -0.5, 1 / 24, -1 / 720, 1 / 40320, -1 / 3628800))
     swapped = (quadrant & 1).differs(0)
     # The sine is negative in the quadrants 2 and 3, the cosine in 1 and 2.
     s = k.bitcast(k.select(swapped, cosine, sine), k.ivec) ^ ((quadrant & 2) << 30)
@@ -234,20 +229,26 @@ def sincos_turn(k: Builder, turn: Value) -> tuple[Value, Value]:
     return k.bitcast(s, k.vec), k.bitcast(c, k.vec)
 
 
-def transpose_groups(k: Builder, four: list[Value]) -> list[Value]:
-    """Four vectors of 32-bit elements, transposed 4 x 4 elements inside each group of 128 bits: columns 0 to 3 of every group.
-    Shuffles take lane i of a as i, and that of b as n + i."""
-    n = k.lanes
+def transpose_groups(k: Builder, rows: list[Value]) -> list[Value]:
+    """Four vectors of 32-bit elements, transposed 4 x 4 elements inside each group of 128 bits: columns 0 to 3 of every group."""
+    a, b, c, d = rows
+    low_ab = _unpack(k, a, b, half=0, unit=1)  # in each group: a0 b0 a1 b1
+    low_cd = _unpack(k, c, d, half=0, unit=1)
+    high_ab = _unpack(k, a, b, half=1, unit=1)  # a2 b2 a3 b3
+    high_cd = _unpack(k, c, d, half=1, unit=1)
+    column_0 = _unpack(k, low_ab, low_cd, half=0, unit=2)  # a0 b0 c0 d0
+    column_1 = _unpack(k, low_ab, low_cd, half=1, unit=2)
+    column_2 = _unpack(k, high_ab, high_cd, half=0, unit=2)
+    column_3 = _unpack(k, high_ab, high_cd, half=1, unit=2)
+    return [column_0, column_1, column_2, column_3]
 
-    def unpack(a: Value, b: Value, half: int, unit: int) -> Value:
-        """unpcklps / unpckhps, or of pairs with `unit` 2: interleaves one half of each 128-bit group of a and b."""
-        h = [2 * half, 2 * half + 1]
-        order = [h[0], n + h[0], h[1], n + h[1]] if unit == 1 else [*h, n + h[0], n + h[1]]  # of a group; all groups alike
-        return k.shuffle(a, b, [g + i for g in range(0, n, 4) for i in order])
 
-    a, b, c, d = four
-    low, high = [[unpack(x, y, half, 1) for x, y in ((a, b), (c, d))] for half in (0, 1)]
-    return [unpack(x, y, half, 2) for x, y in (low, high) for half in (0, 1)]
+def _unpack(k: Builder, a: Value, b: Value, *, half: int, unit: int) -> Value:
+    """unpcklps (`half` 0) or unpckhps (1): one half of each 128-bit group of a and of b, interleaved in units of 1 or 2 elements."""
+    from_a = [2 * half, 2 * half + 1]  # places in a group
+    from_b = [k.lanes + i for i in from_a]  # a shuffle counts the lanes of its second vector from `lanes` on
+    order = [*from_a, *from_b] if unit == 2 else [from_a[0], from_b[0], from_a[1], from_b[1]]
+    return k.shuffle(a, b, [group + i for group in range(0, k.lanes, 4) for i in order])
 
 
 def transpose(k: Builder, rows: list[Value]) -> list[Value]:
@@ -255,51 +256,44 @@ def transpose(k: Builder, rows: list[Value]) -> list[Value]:
 
     Each shuffle is one instruction without an index vector. LLVM spends two thirds of a kernel's compile time on selecting
     general two-vector shuffles; these cost it a third less."""
-    n = len(rows)
-
-    def gather(vectors: list[Value]) -> list[Value]:
-        """Group g of every vector, for each g: vectors are merged in pairs, recursively."""
-        if len(vectors) == 1:
-            return vectors
-        pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
-
-        def split(parity: int) -> list[Value]:
-            order = [x + i for x in range(4 * parity, 2 * n, 8) for i in range(4)]
-            return gather([k.shuffle(a, b, order) for a, b in pairs])
-
-        return [x for both in zip(split(0), split(1), strict=True) for x in both]
-
-    columns = [transpose_groups(k, rows[i : i + 4]) for i in range(0, n, 4)]
-    out: list[Value] = [rows[0]] * n
+    # Group g of four[q][i] is a quarter of column 4 g + i of the square: its elements of the rows 4 q to 4 q + 3.
+    four = [transpose_groups(k, rows[first : first + 4]) for first in range(0, len(rows), 4)]
+    columns: list[Value] = [rows[0]] * len(rows)
     for i in range(4):
-        out[i::4] = gather([four[i] for four in columns])
-    return out
+        columns[i::4] = _collect_groups(k, [quarter[i] for quarter in four])
+    return columns
+
+
+def _collect_groups(k: Builder, vectors: list[Value]) -> list[Value]:
+    """For each group of 128 bits the vector of that group of all `vectors`, as many as a vector has groups. They are merged in
+    pairs: first those with even groups of two vectors and those with odd ones, of which each list is merged in the same way."""
+    if len(vectors) == 1:
+        return vectors
+    merged = []
+    for parity in (0, 1):
+        order = [group + i for group in range(4 * parity, 2 * k.lanes, 8) for i in range(4)]
+        halves = [k.shuffle(a, b, order) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+        merged.append(_collect_groups(k, halves))
+    even, odd = merged
+    return [vector for pair in zip(even, odd, strict=True) for vector in pair]
 
 
 def sums_of_lanes(k: Builder, vectors: list[Value]) -> Value:
-    """Lane i is the sum of the lanes of vector i, of `lanes` vectors. Two vectors become one by two shuffles of one instruction
-    each and an addition: twice inside each group of four lanes, then across groups."""
+    """Lane i is the sum of the lanes of vector i, of `lanes` vectors. Two vectors a and b become one by two shuffles of one
+    instruction each and an addition: twice inside each group of four lanes, then across groups."""
     n = k.lanes
-    groups = [list(range(g, g + 4)) for g in range(0, n, 4)]
-
-    # `low` and `high`: the lanes of (a, b) that are the two summands of each lane of the result.
-    def join(a: Value, b: Value, low: list[int], high: list[int]) -> Value:
-        return k.shuffle(a, b, low) + k.shuffle(a, b, high)
-
-    def flat(order: list[list[int]]) -> list[int]:
-        return [i for part in order for i in part]
-
-    inside = [
-        [flat([[g[i], n + g[i], g[i + 1], n + g[i + 1]] for g in groups]) for i in (0, 2)],
-        [flat([[g[i], g[i + 1], n + g[i], n + g[i + 1]] for g in groups]) for i in (0, 2)],
+    groups = range(0, n, 4)  # first lanes of the groups; lane n + i is lane i of b
+    # Of each level the lanes that are the first summands, and how many lanes further the second ones are.
+    levels = [
+        ([g + i for g in groups for i in (0, n, 1, n + 1)], 2),
+        ([g + i for g in groups for i in (0, 1, n, n + 1)], 2),
     ]
-    across = []
-    times = len(groups)  # how often the sums of the same vectors are there, one group after the other
-    while times > 1:
-        half = times // 2
-        picked = [[g for i, g in enumerate(groups) if (i // half) % 2 == which] for which in (0, 1)]
-        across.append([flat(p + [[n + i for i in g] for g in p]) for p in picked])
-        times = half
-    for low, high in inside + across:
-        vectors = [join(a, b, low, high) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+    distance = n // 2
+    while distance >= 4:
+        of_a = [i for i in range(n) if i // distance % 2 == 0]
+        levels.append(([*of_a, *(n + i for i in of_a)], distance))
+        distance //= 2
+    for first, distance in levels:
+        second = [lane + distance for lane in first]
+        vectors = [k.shuffle(a, b, first) + k.shuffle(a, b, second) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
     return vectors[0]

@@ -1,4 +1,4 @@
-"""The weight-gradient GEMM (wgrad): dweight (N, K) = dy^T x, contracted over tokens.
+"""The weight-gradient GEMM (wgrad): dweight (N, K) = dy^T x, contracted over tokens, on vector registers or AMX tiles.
 
     parallel_for over (MC rows, NC columns) of dweight
       for each chunk of tokens (fixed by the shape: split-K, added in order)
@@ -12,12 +12,13 @@ exists. The packed A of a chunk stays in the L2, the B panel in the L1. Chunks a
 blocking (gemm_config.py)."""
 
 from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
 from barellm.cpu.gemm_config import GemmConfig, Tile, token_chunk
-from barellm.cpu.kernel import ISA, Value
-from barellm.cpu.kernels.gemm import amx, packing, weight_gradient_amx
+from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
+from barellm.cpu.kernels.gemm import amx, packing
 from barellm.cpu.kernels.gemm.microkernel import (
     add_previous_sums,
     block_of_item,
@@ -91,43 +92,75 @@ def weight_gradient(k, dweight, dy, x, row_begin, row_limit, squares=None, *, N:
     nontemporal = N * K * 4 >= NONTEMPORAL_BYTES and K % config.tile.nr(k.isa) == 0 and mode != "add"
     epilogue = WgradEpilogue(k, dweight, squares, config.tile, K=K, keep=k.keep(mode), scale=scale, nontemporal=nontemporal)
     sizes: dict[str, Any] = {"N": N, "K": K, "dy_row": dy_row, "x_row": x_row, "config": config}
-    if amx.uses_tiles(k.isa, dy.dtype):
-        weight_gradient_amx.weight_gradient_amx(k, dy, x, tokens, store=epilogue.store_amx_tile, **sizes)
-        return
-    assert squares is None, "blocks of squares are those of AMX tiles"
-    WeightGradient(k, dy, x, tokens, epilogue, **sizes).run()
+    use_amx = amx.uses_tiles(k.isa, dy.dtype)
+    assert use_amx or squares is None, "blocks of squares are those of AMX tiles"
+    (AmxWgrad if use_amx else VectorWgrad)(k, dy, x, tokens, epilogue, **sizes).run()
 
 
-class WeightGradient:
-    """One thread's loops over work items, chunks of tokens, panels and tiles, on vector registers. State of the loops: the work
-    item `item`, rows [n0, n1) x columns [k0, k1) of dweight, of which rows [n0, full_end) are full tiles; the chunk of tokens from
-    `t` on; `calls`, how often a micro-kernel calls `_pack_step`; the panel `panel` from column `col` on."""
+@dataclass
+class WgradMainloop:
+    """One thread's loops over work items, chunks of tokens, panels and tiles; the subclasses have the micro-kernels.
 
-    def __init__(self, k, dy, x, tokens, epilogue: WgradEpilogue, *, N: int, K: int, dy_row: int, x_row: int,
-            config: GemmConfig) -> None:  # fmt: skip
-        """dy (tokens, N) and x (tokens, K), row strides `dy_row` and `x_row` elements. Scratch: two B panels, then the packed A.
-        Attributes: `chunk`: tokens that are packed at a time; `m_blocks` x `n_blocks` work items; `heights`: rows of each block."""
-        self.k, self.dy, self.x, self.tokens, self.epilogue = k, dy, x, tokens, epilogue
-        self.N, self.K, self.dy_row, self.x_row, self.config, self.tile = N, K, dy_row, x_row, config, config.tile
-        self.nr, self.chunk, self.vnni = self.tile.nr(k.isa), token_chunk(k.isa), packing.uses_vnni(k.isa, dy.dtype)
-        self.m_blocks, self.n_blocks = ceil_div(N, config.mc), ceil_div(K, config.nc)
-        self.heights = [min(config.mc, N - n) for n in range(0, N, config.mc)]
-        self.tails = sorted({n % self.tile.mr for n in self.heights} - {0})  # rows of a block beyond its full tiles
+    State of the loops: the work item `item`, of `m_blocks` x `n_blocks`: rows [n0, n1) x columns [k0, k1) of dweight; the chunk of
+    `chunk` tokens from `t` on; the panel of `nr` columns of x from `col` on. `scratch`: the thread's, which begins with two packed
+    B panels and goes on with the packed A."""
+
+    k: KernelBuilder
+    dy: Pointer  # (tokens, N)
+    x: Pointer  # (tokens, K)
+    tokens: Value
+    epilogue: WgradEpilogue
+    _: KW_ONLY
+    N: int
+    K: int
+    dy_row: int  # elements from a row of dy to the next
+    x_row: int  # and of x
+    config: GemmConfig
+
+    def __post_init__(self) -> None:
+        self.tile = self.config.tile
+        self.nr = self.tile.nr(self.k.isa)
+        self.chunk = token_chunk(self.k.isa)
+        self.m_blocks = ceil_div(self.N, self.config.mc)
+        self.n_blocks = ceil_div(self.K, self.config.nc)
+        self.ragged = self.K if self.K % self.nr else None  # x's columns where the last panel exceeds them
+        self.scratch = self.k.thread_scratch("i32")
+
+    def _begin_item(self) -> Value:
+        """Set the rows and columns of work item `item`; returns the number of its block of rows."""
+        k, mc, nc = self.k, self.config.mc, self.config.nc
+        m_block, n_block = block_of_item(self.item, self.config, self.m_blocks, self.n_blocks)
+        self.n0, self.k0 = m_block * mc, n_block * nc
+        self.n1, self.k1 = k.min(self.n0 + mc, self.N), k.min(self.k0 + nc, self.K)
+        return m_block
+
+
+class VectorWgrad(WgradMainloop):
+    """Wgrad on vector registers. More state: rows [n0, full_end) of the item are full tiles; `calls`: how often a micro-kernel
+    calls `_pack_step`; `panel`: the packed B panel; `masks` of its columns; `adds`: whether this chunk is added to dweight."""
+
+    def __post_init__(self) -> None:
+        """`heights`: rows of each block of rows; `tails`: rows of a block beyond its full tiles, each number that occurs."""
+        super().__post_init__()
+        k, mc, mr, dtype = self.k, self.config.mc, self.tile.mr, self.dy.dtype
+        self.vnni = packing.uses_vnni(k.isa, dtype)
+        self.heights = [min(mc, self.N - n) for n in range(0, self.N, mc)]
+        self.tails = sorted({n % mr for n in self.heights} - {0})
         # Packing goes through one register, so it overlaps the micro-kernel with 16 too: gemm.py's transposes need more.
-        self.overlap = config.overlap != "none"
-        scratch, nbytes = k.thread_scratch("i32"), packing.panel_bytes(k.isa, dy.dtype, self.chunk, self.nr)
-        self.b_panels = packing.PanelBuffers(k, scratch, nbytes, self._pack_b_panel)
+        self.overlap = self.config.overlap != "none"
+        panel_nbytes = packing.panel_bytes(k.isa, dtype, self.chunk, self.nr)
+        self.b_panels = packing.PanelBuffers(k, self.scratch, panel_nbytes, self._pack_b_panel)
         # Whether no tile of A hangs over dy's last column.
-        inside = all(i * config.mc + round_up(n, self.tile.mr) <= N for i, n in enumerate(self.heights))
-        self.packed_a = packing.PackedA(k, scratch.bytes(2 * nbytes), dtype=dy.dtype, mr=self.tile.mr, cols=N, stride=dy_row,
-            max_depth=k.min(tokens, self.chunk), inside=inside, block=self._block_of_a)  # fmt: skip
+        inside = all(i * mc + round_up(n, mr) <= self.N for i, n in enumerate(self.heights))
+        self.packed_a = packing.PackedA(k, self.scratch.bytes(2 * panel_nbytes), dtype=dtype, mr=mr, cols=self.N,
+            stride=self.dy_row, max_depth=k.min(self.tokens, self.chunk), inside=inside, block=self._block_of_a)  # fmt: skip
 
     def _pack_b_panel(self, into, number) -> packing.PackTask:
         """The task that packs B panel `number`, t * K + col: columns [col, col + nr) of x, tokens from t on."""
         t, col = number // self.K, number % self.K
-        ragged = self.K if self.K % self.nr else None
-        source, depth = self.x.at(t * self.x_row), self.k.min(self.tokens - t, self.chunk)
-        return packing.PackB(self.k, into, source, col, depth, stride=self.x_row, width=self.nr, cols=ragged)
+        source = self.x.at(t * self.x_row)
+        depth = self.k.min(self.tokens - t, self.chunk)
+        return packing.PackB(self.k, into, source, col, depth, stride=self.x_row, width=self.nr, cols=self.ragged)
 
     def _block_of_a(self, number) -> packing.BlockOfA:
         """Block `number` of A, t * m_blocks + m_block: MC columns of dy, tokens from t on."""
@@ -140,11 +173,9 @@ class WeightGradient:
 
     def run(self) -> None:
         """The loops of the module's docstring: work items, chunks of tokens, B panels of x. A, of dy, is packed once a chunk."""
-        k, tile, chunk, mc, nc = self.k, self.tile, self.chunk, self.config.mc, self.config.nc
+        k, tile, chunk = self.k, self.tile, self.chunk
         with k.when(self.tokens > 0), k.parallel_for(self.m_blocks * self.n_blocks) as self.item:
-            m_block, n_block = block_of_item(self.item, self.config, self.m_blocks, self.n_blocks)
-            self.n0, self.k0 = m_block * mc, n_block * nc
-            self.n1, self.k1 = k.min(self.n0 + mc, self.N), k.min(self.k0 + nc, self.K)
+            m_block = self._begin_item()
             self.full_end = self.n1 - (self.n1 - self.n0) % tile.mr if self.tails else self.n1
             with k.loop(0, self.tokens, chunk) as self.t:
                 depth = k.min(self.tokens - self.t, chunk)
@@ -206,10 +237,97 @@ class WeightGradient:
         self.packed_a.step()
 
 
+class AmxWgrad(WgradMainloop):
+    """Wgrad on AMX tile registers. For each chunk of tokens an item's MC columns of dy are packed as A tiles once (transposed, VNNI
+    pairs of tokens), to `packed_a`, and stay in the L2. Columns of x pass in panels of NR, in KC blocks of tokens: one (KC, NR)
+    block stays in the L1 while all A tiles pass, and the thread packs the next one (VNNI) between the tile instructions.
+
+    More state: `packed_id`: the chunk and block of rows that is packed, t * m_blocks + m_block (-1: none); `end`: last token of the
+    chunk + 1; `next_n`: the next item's block of columns; `sums`: accumulators of all rows [row][NR] fp32, which wait from one KC
+    block to the next where there are `several`, else those of one tile; `below`: bytes from an A tile to that 16 rows below."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        k = self.k
+        panel_nbytes = packing.panel_bytes(k.isa, self.dy.dtype, amx.KC, self.nr)
+        self.sums = self.scratch.bytes(2 * panel_nbytes).as_dtype("fp32")
+        self.packed_a = self.scratch.bytes(2 * panel_nbytes + _amx_sums_bytes(self.config))
+        self.packed_id = k.var(-1)
+        self.b_panels = packing.PanelBuffers(k, self.scratch, panel_nbytes, self._pack_b_panel)
+
+    def _pack_b_panel(self, into, number) -> packing.PackTask:
+        """The task that packs B panel `number`, t * K + col: columns [col, col + NR) of x, KC tokens from t on."""
+        t, col = number // self.K, number % self.K
+        depth = self.k.min(self.tokens - t, amx.KC)
+        source = self.x.at(t * self.x_row)
+        return packing.PackB(self.k, into, source, col, depth, stride=self.x_row, width=self.nr, cols=self.ragged)
+
+    def run(self) -> None:
+        """The loops of the module's docstring, with one more over the KC blocks of a chunk."""
+        k = self.k
+        amx.configure(k)
+        with k.when(self.tokens > 0), k.parallel_for(self.m_blocks * self.n_blocks) as self.item:
+            m_block = self._begin_item()
+            _, self.next_n = block_of_item(self.item + 1, self.config, self.m_blocks, self.n_blocks)
+            with k.loop(0, self.tokens, self.chunk) as self.t:
+                self.end = k.min(self.tokens, self.t + self.chunk)
+                self._pack_a(m_block)
+                self.below = k.ceil_div(self.end - self.t, amx.TILE_K) * amx.TILE_BYTES
+                self.several = self.end - self.t > amx.KC
+                with k.loop(self.k0, self.k1, self.nr) as self.col, k.loop(self.t, self.end, amx.KC) as token:
+                    self._multiply_panel(token)
+        amx.release(k)
+
+    def _pack_a(self, m_block) -> None:
+        """Pack the item's columns of dy, tokens [t, end), unless the item before had the same."""
+        k, mc = self.k, self.config.mc
+        width = round_up(mc, amx.MR)  # columns of dy that are packed
+        ragged = self.N if self.N % mc or width != mc else None  # where these may exceed dy
+        with k.when(self.packed_id.value.differs(self.t * self.m_blocks + m_block)):
+            self.packed_id.value = self.t * self.m_blocks + m_block
+            source = self.dy.at(self.t * self.dy_row)
+            amx.pack_a(k, self.packed_a, source, self.n0, self.end - self.t, stride=self.dy_row, width=width, cols=ragged)
+
+    def _multiply_panel(self, token) -> None:
+        """All rows of the item x the KC block of the panel that begins at `token`, in tiles of MR rows."""
+        k = self.k
+        panel = self.b_panels.acquire(token * self.K + self.col)
+        amx.pad_panel(k, panel, k.min(self.end - token, amx.KC))
+        steps = k.ceil_div(k.min(self.end - token, amx.KC), amx.TILE_K)
+        is_last_k = token + amx.KC >= self.end
+        self._pack_next(token, is_last_k, steps)
+        with k.loop(self.n0, self.n1, amx.MR) as row:
+            sums = self.sums.at(k.select(self.several, (row - self.n0) * self.nr, 0))
+            at = ((row - self.n0) // amx.SIDE) * self.below + ((token - self.t) // amx.TILE_K) * amx.TILE_BYTES
+            left = amx.TileA(self.packed_a.bytes(at), amx.LINE, amx.TILE_BYTES, self.below)
+            amx.microkernel(k, sums, panel, [(left, steps)], begun=token > self.t, overlap=lambda step: self.b_panels.step())
+            with k.when(is_last_k):
+                self.epilogue.store_amx_tile(self.t, row, k.min(self.n1 - row, amx.MR), self.col, sums)
+        self.b_panels.commit()
+
+    def _pack_next(self, token, is_last_k, steps) -> None:
+        """Begin to pack the panel that follows: of the next KC block, else of the next columns, else of the next chunk, else of the
+        next item. `steps`: of each micro-kernel."""
+        k, t, col = self.k, self.t, self.col
+        more_chunks = t + self.chunk < self.tokens
+        exists = self.item + 1 < self.m_blocks * self.n_blocks
+        next_id = k.select(more_chunks, (t + self.chunk) * self.K + self.k0, self.next_n * self.config.nc)
+        next_id = k.select(col + self.nr < self.k1, t * self.K + col + self.nr, next_id)
+        next_id = k.select(is_last_k, next_id, (token + amx.KC) * self.K + col)
+        exists = exists | more_chunks | (col + self.nr < self.k1) | (token + amx.KC < self.end)
+        self.b_panels.pack_next(next_id, exists, k.ceil_div(self.n1 - self.n0, amx.MR) * steps)
+
+
+def _amx_sums_bytes(config: GemmConfig) -> int:
+    return 4 * round_up(config.mc, amx.MR) * amx.NR
+
+
 def wgrad_scratch_bytes(isa: ISA, dtype: str, tokens: int, config: GemmConfig) -> int:
-    """Scratch bytes of a thread. `tokens`: the largest number of a run."""
-    if amx.uses_tiles(isa, dtype):
-        return weight_gradient_amx.thread_scratch_bytes(isa, dtype, tokens, config)
+    """Scratch bytes of a thread: two B panels, the packed A, on AMX sums of an item's rows. `tokens`: the largest number of a run."""
     chunk = token_chunk(isa)
-    left = packing.panel_bytes(isa, dtype, min(tokens, chunk), round_up(round_up(config.mc, config.tile.mr), isa.lanes))  # packed A
-    return 2 * packing.panel_bytes(isa, dtype, chunk, config.tile.nr(isa)) + left
+    if amx.uses_tiles(isa, dtype):
+        packed_a = packing.panel_bytes(isa, dtype, min(tokens, chunk), round_up(config.mc, amx.MR))
+        return 2 * packing.panel_bytes(isa, dtype, amx.KC, amx.NR) + _amx_sums_bytes(config) + packed_a
+    width = round_up(round_up(config.mc, config.tile.mr), isa.lanes)
+    packed_a = packing.panel_bytes(isa, dtype, min(tokens, chunk), width)
+    return 2 * packing.panel_bytes(isa, dtype, chunk, config.tile.nr(isa)) + packed_a
