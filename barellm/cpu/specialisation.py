@@ -105,18 +105,19 @@ class KernelBuilder(Builder):
         group, helped = self.var(self._rt(RT_GROUP, "i64")), self.var(self.int(0))
         with self.while_(lambda: helped.value < groups):
             counter = self.op("ptr", f"getelementptr i32, ptr %counter, i64 {group.value.ref}")
-            first, last = units * group.value // groups, units * (group.value + 1) // groups
-            name = self.fresh("items")
-            self.line(f"br label %{name}.head")
-            self.label(f"{name}.head")
-            taken = self.op("i32", f"atomicrmw add ptr {counter.ref}, i32 1 monotonic, align 4")
-            unit = first + self.op("i64", f"zext i32 {taken.ref} to i64")
-            self.line(f"br i1 {(unit < last).ref}, label %{name}.body, label %{name}.done")
-            self.label(f"{name}.body")
-            begin = unit * grain
-            yield begin, self.min(begin + grain, total)
-            self.line(f"br label %{name}.head")
-            self.label(f"{name}.done")
+            first = units * group.value // groups  # the group's part of the units is [first, last)
+            last = units * (group.value + 1) // groups
+            unit = first
+
+            def take_unit() -> Value:
+                nonlocal unit
+                taken = self.op("i32", f"atomicrmw add ptr {counter.ref}, i32 1 monotonic, align 4")
+                unit = first + self.op("i64", f"zext i32 {taken.ref} to i64")
+                return unit < last
+
+            with self.while_(take_unit, "items"):
+                begin = unit * grain
+                yield begin, self.min(begin + grain, total)
             helped.value = helped.value + 1
             next_group = group.value + 1
             group.value = self.select(next_group < groups, next_group, 0)

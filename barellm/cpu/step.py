@@ -5,7 +5,7 @@ only where a call touches bytes that a call since the last barrier has written, 
 
 import mmap
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -114,7 +114,8 @@ def lower_and_plan(
     of GEMMs, None: tuned or default ones."""
     isa, threads = isa or host(), threads or thread_count()
     store, compute = (given := next(iter(programs.values()))).store, given.compute
-    programs, kept = fuse_grad_norm(programs, takes=partial(_sums_squares, isa))
+    # Kernels that can sum the squares of the gradient that they store (`fuse.SQUARES`).
+    programs, kept = fuse_grad_norm(programs, takes=lambda op: op.name == "matmul_dw" and uses_tiles(isa, op.x.dtype))
     if written and kept:
         programs = {**programs, RECOMPUTE_SQUARES: recompute_square_sums(store, kept, compute)}
     lowered = {name: Lowered(p, isa, threads, config=config) for name, p in programs.items()}
@@ -126,15 +127,6 @@ def lower_and_plan(
     if poison.requested():
         calls = {name: with_poison(low.ops, {op: low.of[op].calls for op in low.ops}, made, name) for name, low in lowered.items()}
     return LoweredPrograms(isa, threads, programs, kept, lowered, made, calls, thread_scratch)
-
-
-def _sums_squares(isa: ISA, writer: Op) -> bool:
-    """Whether the kernel of an op that stores a gradient can sum its squares on the way (`fuse.SQUARES`)."""
-    return writer.name == "matmul_dw" and uses_tiles(isa, writer.x.dtype)
-
-
-def _reads(p: Program, tensors: Collection[Tensor]) -> bool:
-    return any(t in tensors for op in p.ops for t in op.inputs.values())
 
 
 class CpuSession(arena.ArenaSession):
@@ -152,7 +144,8 @@ class CpuSession(arena.ArenaSession):
         check_fits(built.plan, what=arena.sizes_of(programs))
         super().__init__(built.programs, built.plan)
         self._squared, self._written = {t.name: sums for t, sums in built.kept.items()}, False
-        self._norms = {name for name, p in built.programs.items() if _reads(p, self._squared.values())}
+        inputs_of = {name: {t for op in p.ops for t in op.inputs.values()} for name, p in built.programs.items()}
+        self._norms = {name for name, inputs in inputs_of.items() if not inputs.isdisjoint(self._squared.values())}
         self.isa, self.threads = built.isa, built.threads
         self.lowered, self.calls, self.specs = built.lowered, built.calls, built.specs
         thread_scratch = built.thread_scratch

@@ -73,10 +73,6 @@ def cores() -> list[int]:
     return allowed[: max(1, int(quota))] if quota else allowed
 
 
-def _native(isa: ISA) -> Library:
-    return _loaded(isa, sys.platform == "linux" and os.environ.get("BARELLM_WAIT") != "condition")
-
-
 @cache
 def _loaded(isa: ISA, futex: bool) -> Library:
     """The loaded code, once for all pools of a process: loading it costs more than starting two threads."""
@@ -92,7 +88,7 @@ class Pool:
     def __init__(self, threads: int, isa: ISA) -> None:
         """Load the native code, initialise the shared block and each thread's own, and start the threads, pinned one to a core."""
         self.threads = threads
-        self.code = _native(isa)
+        self.code = _loaded(isa, futex=sys.platform == "linux" and os.environ.get("BARELLM_WAIT") != "condition")
         self.pid = os.getpid()
         one = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
         self._worker = one(self.code.address("worker"))

@@ -226,19 +226,12 @@ def write_row(k, out, C: int, *, nontemporal, mode: str = "store", unrolled: boo
     def put(c, mask, value) -> None:
         results.append(accumulate(k, out, c, mask, value, mode))
 
-    def group(first) -> Written:
+    for first in steps(k, 0, full_end, step, unrolled=unrolled or full_end <= step):
         for j in range(ROW_UNROLL):
             c = first + j * k.lanes
             yield c, None, partial(put, c, None)
         store_all(k, out, results, first, nontemporal)
         results.clear()
-
-    if unrolled or full_end <= step:
-        for c in range(0, full_end, step):
-            yield from group(c)
-    else:
-        with k.loop(0, full_end, step) as c:
-            yield from group(c)
     for first, mask in k.columns(C - full_end):
         c = full_end + first
         yield c, mask, partial(put, c, mask)

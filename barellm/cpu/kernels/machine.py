@@ -1,5 +1,8 @@
 """Roofline microbenchmarks: kernels that only compute (peak FLOP/s) or only move bytes (peak bandwidth)."""
 
+from functools import reduce
+from operator import add
+
 from barellm.cpu.kernels.gemm import amx
 
 ACCUMULATORS = 12  # enough to hide a multiply-add's latency on two ports; 8 with 16 registers
@@ -18,10 +21,7 @@ def peak(k, out, iterations, *, pair: bool) -> None:
     with k.loop(0, iterations):
         for v in (*acc, *acc):
             v.value = k.dot(v.value, one, one) if pair else k.fma(v.value, a, a)
-    total = acc[0].value
-    for v in acc[1:]:
-        total = total + v.value
-    out.store(total, k.thread * k.lanes)
+    out.store(reduce(add, [v.value for v in acc]), k.thread * k.lanes)
 
 
 def peak_operations(isa, *, pair: bool) -> int:

@@ -74,18 +74,14 @@ def lower_column_sums(c: Lowering, emit: Callable[..., None], operands: dict[str
     tensor (rows, C) that is summed; `constants`: further ones of `emit`."""
     C = int(like.shape[-1])
     stride = len(outputs) * C
-    chunks = min(CHUNKS, -(-(like.size // C) // CHUNK_ROWS))
-    partials = c.workspace("partials", chunks * stride * 4) if outputs else None
+    partials = lower_partials(c, like, stride)
     shape = loops.shape_of(like)
-    c.call(
-        emit,
-        {"partials": partials and (part(partials), "fp32"), **operands},
-        {"C": C, "count": len(outputs), **shape, **constants},
-        writes=f"partials {writes}",
-    )
+    sizes = {"C": C, "count": len(outputs), **shape, **constants}
+    c.call(emit, {"partials": partials, **operands}, sizes, writes=f"partials {writes}")
     for i, (name, out) in enumerate(outputs.items()):
         assert partials is not None
-        own_column = (part(partials, i * C * 4), "fp32")
+        region, dtype = partials
+        own_column = (part(region.tensor, i * C * 4), dtype)
         mode = {"C": C, "stride": stride, "mode": modes[name], **shape}
         c.call(combine_sums, {"out": out, "partials": own_column}, mode, writes="out")
 
@@ -153,18 +149,15 @@ def lower_sum_squares(op: Op, c: Lowering) -> None:
 def add_partials(k, total, partials, n) -> None:
     """total (1) fp64 = sum of partials (n) in order."""
     with k.parallel_for(1):
-        acc = k.var(k.const(0.0, "double"))
-        with k.loop(0, n) as i:
-            acc.value = acc.value + k.to(partials.get(i), "double")
-        total.put(acc.value)
+        total.put(sum_in_order(k, partials, n))
 
 
-def _add_all(k, totals, n) -> Value:
-    """The sum of totals (n) fp64, in order."""
-    acc = k.var(k.const(0.0, "double"))
+def sum_in_order(k, partials, n) -> Value:
+    """The sum of partials (n) in fp64, one after the other."""
+    total = k.var(k.const(0.0, "double"))
     with k.loop(0, n) as i:
-        acc.value = acc.value + totals.get(i)
-    return acc.value
+        total.value = total.value + k.to(partials.get(i), "double")
+    return total.value
 
 
 def clip_scale(k, clip, skipped, loss_scale, totals, n, *, limit) -> None:
@@ -172,7 +165,7 @@ def clip_scale(k, clip, skipped, loss_scale, totals, n, *, limit) -> None:
     is not finite makes the factor NaN and counts in skipped (1). Gradients are multiplied by the loss scale (None: 1), so both are
     divided by it."""
     with k.parallel_for(1):
-        norm, loss_factor = k.sqrt(_add_all(k, totals, n)), scale_of(k, loss_scale)
+        norm, loss_factor = k.sqrt(sum_in_order(k, totals, n)), scale_of(k, loss_scale)
         norm = k.to(norm if loss_factor is None else norm / k.to(loss_factor, "double"), "float")
         finite = norm < float("inf")  # false for NaN as well
         scale = k.select(norm > limit, limit / norm, 1.0) if limit > 0 else k.float(1.0)
@@ -187,7 +180,7 @@ def update_scale(k, scale, totals, n) -> None:
     """The kernel: update `scale` (2) = [its power of two, good steps since it changed]: halved after a step in which the sum of
     totals (n) fp64 is not finite, doubled after GROWTH_STEPS others."""
     with k.parallel_for(1):
-        finite = k.to(_add_all(k, totals, n), "float") < float("inf")  # false for NaN as well
+        finite = k.to(sum_in_order(k, totals, n), "float") < float("inf")  # false for NaN as well
         power, good = scale.get(0), scale.get(1) + 1
         grows = finite & (good >= GROWTH_STEPS)
         up, down = k.min(power + 1, MOST_SCALE - FIRST_SCALE), k.max(power - 1, LEAST_SCALE - FIRST_SCALE)

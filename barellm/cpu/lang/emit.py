@@ -334,18 +334,17 @@ class Builder:
         """for i in range(start, stop, step): the body is emitted once, and i is an i64. The test comes first, so zero iterations
         are fine."""
         start, stop, step = self.int(start), self.int(stop), self.int(step)
-        name = self.fresh("loop")
         i = Var(self, start)
-        self.line(f"br label %{name}.head")
-        self.label(f"{name}.head")
-        index = i.value
-        again = index < stop
-        self.line(f"br i1 {again.ref}, label %{name}.body, label %{name}.done")
-        self.label(f"{name}.body")
-        yield index
-        i.value = index + step
-        self.line(f"br label %{name}.head")
-        self.label(f"{name}.done")
+        index = start
+
+        def goes_on() -> Value:
+            nonlocal index
+            index = i.value
+            return index < stop
+
+        with self.while_(goes_on, "loop"):
+            yield index
+            i.value = index + step
 
     @contextmanager
     def set_lanes(self, mask: Value) -> Iterator[Value]:
@@ -376,9 +375,9 @@ class Builder:
             yield
 
     @contextmanager
-    def while_(self, condition: Any) -> Iterator[None]:
-        """while condition(): a Python callable that emits the test and returns it (i1)."""
-        name = self.fresh("while")
+    def while_(self, condition: Any, stem: str = "while") -> Iterator[None]:
+        """while condition(): a Python callable that emits the test and returns it (i1). `stem`: of the labels' names."""
+        name = self.fresh(stem)
         self.line(f"br label %{name}.head")
         self.label(f"{name}.head")
         again = condition()

@@ -244,7 +244,7 @@ def transpose_groups(k: Builder, rows: list[Value]) -> list[Value]:
 
 
 def _unpack(k: Builder, a: Value, b: Value, *, half: int, unit: int) -> Value:
-    """unpcklps (`half` 0) or unpckhps (1): one half of each 128-bit group of a and of b, interleaved in units of 1 or 2 elements."""
+    """unpcklps (`half` 0) or unpckhps (1): half of each 128-bit group of a and of b, in turn `unit` elements (1 or 2) of each."""
     from_a = [2 * half, 2 * half + 1]  # places in a group
     from_b = [k.lanes + i for i in from_a]  # a shuffle counts the lanes of its second vector from `lanes` on
     order = [*from_a, *from_b] if unit == 2 else [from_a[0], from_b[0], from_a[1], from_b[1]]
@@ -284,10 +284,7 @@ def sums_of_lanes(k: Builder, vectors: list[Value]) -> Value:
     n = k.lanes
     groups = range(0, n, 4)  # first lanes of the groups; lane n + i is lane i of b
     # Of each level the lanes that are the first summands, and how many lanes further the second ones are.
-    levels = [
-        ([g + i for g in groups for i in (0, n, 1, n + 1)], 2),
-        ([g + i for g in groups for i in (0, 1, n, n + 1)], 2),
-    ]
+    levels = [([g + i for g in groups for i in order], 2) for order in ((0, n, 1, n + 1), (0, 1, n, n + 1))]
     distance = n // 2
     while distance >= 4:
         of_a = [i for i in range(n) if i // distance % 2 == 0]

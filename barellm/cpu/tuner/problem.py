@@ -97,30 +97,35 @@ def problems_of(calls: Iterable[Call]) -> list[GemmProblem]:
 
 
 def _described(call: Call) -> tuple[Gemm, tuple[Operand | None, ...]]:
-    """(sizes of the GEMM that a call computes, its operands by position: None for an absent one or an integer). A weight gradient
-    has N x K results and the tokens as depth; a skinny GEMM is sized at FEW rows, whatever a run has."""
-    constants = dict(call.spec.constants)
-    names, kinds = positional(call.spec.emit), [str(kind or "") for kind in call.spec.operands]
-    args = iter(call.args)
-    args_of = {name: next(args) for name, kind in zip(names, kinds, strict=True) if kind}
-    dtypes = dict(zip(names, kinds, strict=True))
+    """(sizes of the GEMM that a call computes, its operands by position: None for an absent one or an integer)."""
+    names = positional(call.spec.emit)
+    dtypes = {name: kind for name, kind in zip(names, call.spec.operands, strict=True) if kind is not None}
+    args = dict(zip(dtypes, call.args, strict=True))  # an absent operand has no argument
+    sizes, shapes = _sizes_and_shapes(call, dtypes, args)
+    operands: list[Operand | None] = []
+    for name in names:
+        region = args.get(name)
+        is_tensor = isinstance(region, Region)
+        operands.append(Operand(name, dtypes[name], shapes[name], written=region in call.writes) if is_tensor else None)
+    return sizes, tuple(operands)
+
+
+def _sizes_and_shapes(call: Call, dtypes: dict[str, str], args: dict[str, Any]) -> tuple[Gemm, dict[str, tuple[int, ...]]]:
+    """(sizes of the GEMM, the shape of each operand by name) of a call; `dtypes`, `args`: of its operands. A weight gradient has
+    N x K results and the tokens as depth; a skinny GEMM is sized at FEW rows, whatever a run has."""
+    constants, inputs = dict(call.spec.constants), call.op.inputs
     skinny = call.spec.emit is skinny_gemm
-    limit, inputs = FEW if skinny else args_of["row_limit"], call.op.inputs
-    assert isinstance(limit, int)
-    tokens = FEW if skinny else linear.tokens_of(inputs["x"] if "x" in inputs else inputs["dy"], (0, limit))
+    activation = inputs["x"] if "x" in inputs else inputs["dy"]
+    tokens = FEW if skinny else linear.tokens_of(activation, (0, args["row_limit"]))
     if call.spec.emit is weight_gradient.weight_gradient:
         N, K = constants["N"], constants["K"]
-        sizes = Gemm("weight_gradient", dtypes["dy"], N, K, tokens)
-        shapes = {"dweight": (N, K), "dy": (tokens, N), "x": (tokens, K)}
-        shapes["squares"] = ceil_div(N, BLOCK), ceil_div(K, BLOCK)
-    else:
-        cols, depth, transposed = constants["cols"], constants["depth"], constants.get("transposed", True)
-        kind = linear.skinny_kind(constants["epilogues"]) if skinny else linear.gemm_kind(transposed, constants["epilogues"])
-        sizes = Gemm(kind, dtypes["a"], tokens, cols, depth)
-        shapes = dict.fromkeys(("out", "second", "other"), (tokens, cols))
-        shapes |= {"a": (tokens, depth), "bias": (cols,), "weight": (cols, depth) if transposed else (depth, cols)}
-    operands = [
-        Operand(name, dtypes[name], shapes[name], args_of[name] in call.writes) if isinstance(args_of.get(name), Region) else None
-        for name in names
-    ]
-    return sizes, tuple(operands)
+        squares = ceil_div(N, BLOCK), ceil_div(K, BLOCK)
+        shapes = {"dweight": (N, K), "dy": (tokens, N), "x": (tokens, K), "squares": squares}
+        return Gemm("weight_gradient", dtypes["dy"], N, K, tokens), shapes
+    cols, depth, epilogues = constants["cols"], constants["depth"], constants["epilogues"]
+    transposed = constants.get("transposed", True)
+    kind = linear.skinny_kind(epilogues) if skinny else linear.gemm_kind(transposed, epilogues)
+    result = (tokens, cols)
+    shapes = {"out": result, "second": result, "other": result, "a": (tokens, depth), "bias": (cols,)}
+    shapes["weight"] = (cols, depth) if transposed else (depth, cols)
+    return Gemm(kind, dtypes["a"], tokens, cols, depth), shapes

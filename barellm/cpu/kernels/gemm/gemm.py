@@ -9,6 +9,7 @@ so: its division stalls the multiplier wherever it stands."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,40 +25,47 @@ NONTEMPORAL_BYTES = 1 << 20  # larger results of AMX tiles leave the caches: the
 DEFER_DEPTH = 512  # depth from which a micro-kernel is long enough to overlap another tile's epilogue
 
 
+@dataclass
 class VectorGemm(gemm_mainloop.GemmMainloop):
     """GEMM on vector registers: MR x NR accumulators. They reach the epilogue in registers or through memory: a tile's,
-    where the epilogue needs the registers, or a work item's, where there are several KC blocks."""
+    where the epilogue needs the registers, or a work item's, where there are several KC blocks.
 
-    def __init__(self, k, a, *operands, through_memory: bool, slope: bool, **sizes) -> None:
-        """`through_memory`: the epilogue reads accumulators from memory, [MR][NR] fp32 of a tile on the stack, or with several KC
-        blocks those of a work item in scratch. `slope`: it may overlap the next micro-kernel. Attributes: `vnni`: units of the
-        depth are bf16 pairs; `prefetch`, `overlap_packing`: what a micro-kernel overlaps, the lines of C and A that are needed
-        next, the packing of the next B panel; `accumulators`: where they wait in memory (None: never); `deferred_epilogue`: a
-        tile's runs during the next tile. `sizes`: of `GemmMainloop`."""
-        super().__init__(k, a, *operands, **sizes)
-        overlapped = self.config.overlap
-        self.vnni, self.prefetch = packing.uses_vnni(k.isa, a.dtype), overlapped == "prefetch"
-        self.overlap_packing = overlapped != "none" and packing.can_overlap_packing(k.isa, a.dtype)
+    `vnni`: units of the depth are bf16 pairs; `prefetch`, `overlap_packing`: what a micro-kernel overlaps, the lines of C and A
+    that are needed next, the packing of the next B panel; `accumulators`: where they wait in memory (None: never): [MR][NR] fp32
+    of a tile on the stack, or with several KC blocks those of a work item in scratch; `deferred_epilogue`: a tile's runs during
+    the next tile. `panel`: the packed B panel that is multiplied; `a_rows`: A from this KC block's first column on."""
+
+    through_memory: bool  # the epilogue reads accumulators from memory
+    slope: bool  # the epilogue may overlap the next micro-kernel
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        k, dtype, overlap = self.k, self.a.dtype, self.config.overlap
+        self.vnni = packing.uses_vnni(k.isa, dtype)
+        self.prefetch = overlap == "prefetch"
+        self.overlap_packing = overlap != "none" and packing.can_overlap_packing(k.isa, dtype)
         self.accumulators: Pointer | None = None
         if self.k_blocks > 1:
             self.accumulators = self.scratch.bytes(2 * self.panel_nbytes).as_dtype("fp32")  # behind the two B panels
-        elif through_memory:
+        elif self.through_memory:
             self.accumulators = Pointer(k, k.alloca("float", self.tile.mr * self.nr), "fp32")
-        self.deferred_epilogue = self.overlap_packing and slope and self.depth >= DEFER_DEPTH
+        self.deferred_epilogue = self.overlap_packing and self.slope and self.depth >= DEFER_DEPTH
 
     def multiply_panel(self, panel) -> None:
         """All rows of the item x one packed B panel [k unit][NR]: full tiles of MR rows, which overlap the packing of the next
-        panel, then smaller tiles. A deferred epilogue runs one tile late, so the last full tile's is left after the loop. `a_rows`:
-        A from this KC block's first column on."""
+        panel, then smaller tiles. A deferred epilogue runs one tile late, so the last full tile's is left after the loop."""
         k, tile = self.k, self.tile
         if self.overlap_packing:
             self.pack_next(self.full_end - self.row_begin)  # one call a row: `prefetch` of the micro-kernel
-        self.panel, self.a_rows = panel, self.a.at(self.k_block * self.kc)
+        self.panel = panel
+        self.a_rows = self.a.at(self.k_block * self.kc)
         with k.loop(self.row_begin, self.full_end, tile.mr) as row:
             self._multiply_tile(row, tile, None)
         if self.deferred_epilogue:
-            any_tile = self.full_end > self.row_begin
-            with k.when(any_tile if self.is_last_k is None else any_tile & self.is_last_k), k.loop(0, tile.mr) as r:
+            left = self.full_end > self.row_begin
+            if self.is_last_k is not None:
+                left = left & self.is_last_k
+            with k.when(left), k.loop(0, tile.mr) as r:
                 self._epilogue_of_row(self.full_end - tile.mr, r)
         if self.overlap_packing:
             self.b_panels.commit()
@@ -73,7 +81,11 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
             return
         self._store_accumulators(row, sums)
         if count is not None or not self.deferred_epilogue:
-            self._epilogue_of_rows(row, self.k.int(tile.mr) if count is None else count)
+            rows = self.k.int(tile.mr) if count is None else count
+            if self.is_last_k is not None:
+                rows = self.k.select(self.is_last_k, rows, 0)  # none before the last KC block
+            with self.k.loop(0, rows) as r:
+                self._epilogue_of_row(row, r)
 
     def _microkernel(self, row, tile: Tile, count) -> list[list[Value]]:
         """The accumulators of `tile` from row `row` on, mr rows of fp32 vectors, this KC block's sums included. `count`: how many
@@ -128,12 +140,6 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
                 for v, x in enumerate(values):
                     self.epilogue.put(row + r, v, x)
 
-    def _epilogue_of_rows(self, row, many) -> None:
-        """The epilogue of rows whose accumulators are in memory, after the last KC block."""
-        k = self.k
-        with k.loop(0, many if self.is_last_k is None else k.select(self.is_last_k, many, 0)) as r:
-            self._epilogue_of_row(row, r)
-
     def _epilogue_of_row(self, row, r) -> None:
         """The epilogue of row `row` + r, whose NR accumulators are in memory (`_accumulator_row`)."""
         # Deferred: all of a row at once would need more registers than the next tile leaves.
@@ -145,10 +151,10 @@ class AmxGemm(gemm_mainloop.GemmMainloop):
     """GEMM on AMX tile registers (amx.MR x amx.NR a tile). A (KC, NR) panel of B stays in the L1 while all rows of the item pass;
     the next one is packed between the tile instructions. Accumulators go through scratch, also between two KC blocks."""
 
-    def __init__(self, k, *operands, **sizes) -> None:
+    def __post_init__(self) -> None:
         """Scratch: two B panels; `padded_a`, a zero-padded tile of A's rows (amx.padded_a_bytes); `accumulators` [tile][MR][NR]
         fp32."""
-        super().__init__(k, *operands, **sizes)
+        super().__post_init__()
         self.padded_a = self.scratch.bytes(2 * self.panel_nbytes)
         self.accumulators = self.padded_a.bytes(amx.padded_a_bytes(self.kc)).as_dtype("fp32")
 

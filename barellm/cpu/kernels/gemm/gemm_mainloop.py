@@ -12,46 +12,58 @@ L1, the item's MC x KC of A, unpacked, in the L2. Sums of several KC blocks wait
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from barellm.cpu.gemm_config import AMX_ITEMS_PER_THREAD, AMX_K_GROUP, ITEMS_PER_THREAD, GemmConfig, Tile
-from barellm.cpu.kernel import Pointer, Value
+from barellm.cpu.kernel import KernelBuilder, Pointer, Value
 from barellm.cpu.kernels.gemm import amx, epilogue, microkernel, packing
 from barellm.program.integers import ceil_div
 
 
+@dataclass
 class GemmMainloop(ABC):
-    """out (rows, cols) = epilogue(a (rows, depth) @ weight).
+    """out (rows, cols) = epilogue(a (rows, depth) @ weight). There are `panels` B panels of `nr` columns, `k_blocks` KC blocks, and
+    `m_blocks` x `n_groups` work items of `mc` rows (MR's multiple) x a group of panels. `scratch`: the thread's, which begins with
+    two packed panels of `panel_nbytes` bytes. A `k_group` is the number of KC blocks that one panel passes before the next panel
+    does; there are `k_groups`.
 
     State of the loops: an item's rows are [row_begin, row_end), of which [row_begin, full_end) are full tiles; `panel_index` and
-    its first column `col`; `k_block` and its depth `depth_here`; `is_last_k`, None where there is one KC block. A `k_group` is the
-    number of KC blocks that one panel passes before the next panel does; there are `k_groups`."""
+    its first column `col`; `k_block` and its depth `depth_here`; `is_last_k`, None where there is one KC block."""
 
-    def __init__(self, k, a, weight, rows, make_epilogue: Callable[[Value], epilogue.Epilogue], *, cols: int, depth: int,
-            stride: int, kc: int, transposed: bool, config: GemmConfig) -> None:  # fmt: skip
-        """`weight`: (depth, cols), or (cols, depth) where `transposed`; a pointer to a row-major matrix, or an object whose
-        `pack(mainloop, into, panel_id)` is the task that packs a KC block of a panel of it, as `_pack` here does. `stride`: lda,
-        elements from a row of a to the next; `kc`: depth of a block. make_epilogue(col): the epilogue of the panel from column
-        `col` on. Attributes: there are `panels` B panels of `nr` columns, `k_blocks` KC blocks, and `m_blocks` x `n_groups` work
-        items of `mc` rows (MR's multiple) x a group of panels; `scratch`: the thread's, which begins with two packed panels of
-        `panel_nbytes` bytes."""
-        self.k, self.a, self.weight, self.make_epilogue = k, a, weight, make_epilogue
-        self.cols, self.depth, self.stride, self.kc = cols, depth, stride, kc
-        self.transposed, self.config = transposed, config
-        self.tile, self.nr = config.tile, config.tile.nr(k.isa)
-        self.panels, self.k_blocks = ceil_div(cols, self.nr), ceil_div(depth, kc)
-        long_blocks = k.ceil_div(rows, config.long_mc)
-        too_few = long_blocks * self.panels < k.threads * ITEMS_PER_THREAD  # work items: then the shorter blocks
-        self.rows = rows
-        self.m_blocks = k.max(k.select(too_few, k.ceil_div(rows, config.mc), long_blocks), 0)
-        self.mc = even_rows(k, rows, self.m_blocks, self.tile)
-        self.use_amx = amx.uses_tiles(k.isa, a.dtype)
-        self.k_group = min(AMX_K_GROUP, self.k_blocks) if self.use_amx and transposed else 1
+    k: KernelBuilder
+    a: Pointer
+    # A pointer to a row-major matrix (depth, cols), or (cols, depth) where `transposed`; or an object whose
+    # `pack(mainloop, into, panel_id)` is the task that packs a KC block of a panel of it, as `_pack` here does.
+    weight: Any
+    rows: Value
+    make_epilogue: Callable[[Value], epilogue.Epilogue]  # make_epilogue(col): of the panel from column `col` on
+    cols: int
+    depth: int
+    stride: int  # lda, elements from a row of a to the next
+    kc: int  # depth of a block
+    transposed: bool
+    config: GemmConfig
+
+    def __post_init__(self) -> None:
+        k, config = self.k, self.config
+        self.tile = config.tile
+        self.nr = self.tile.nr(k.isa)
+        self.panels = ceil_div(self.cols, self.nr)
+        self.k_blocks = ceil_div(self.depth, self.kc)
+        # The M side of work items: blocks of LONG_MC rows, or of MC rows where a thread would get too few items.
+        long_blocks = k.ceil_div(self.rows, config.long_mc)
+        too_few = long_blocks * self.panels < k.threads * ITEMS_PER_THREAD
+        self.m_blocks = k.max(k.select(too_few, k.ceil_div(self.rows, config.mc), long_blocks), 0)
+        self.mc = even_rows(k, self.rows, self.m_blocks, self.tile)
+        self.use_amx = amx.uses_tiles(k.isa, self.a.dtype)
+        self.k_group = min(AMX_K_GROUP, self.k_blocks) if self.use_amx and self.transposed else 1
         self.k_groups = ceil_div(self.k_blocks, self.k_group)
         min_items = AMX_ITEMS_PER_THREAD if self.use_amx else ITEMS_PER_THREAD // 2
         self.n_groups = panel_groups(k, self.panels, config.nc // self.nr, self.m_blocks, min_items)
-        self.scratch, self.panel_nbytes = k.thread_scratch("i32"), packing.panel_bytes(k.isa, a.dtype, kc, self.nr)
+        self.scratch = k.thread_scratch("i32")
+        self.panel_nbytes = packing.panel_bytes(k.isa, self.a.dtype, self.kc, self.nr)
 
     @abstractmethod
     def multiply_panel(self, panel) -> None:
@@ -105,7 +117,8 @@ class GemmMainloop(ABC):
         next_id = k.select(more_panels, (self.panel_index + 1) * self.k_blocks + self.k_begin, next_id)
         if self.k_group > 1:  # the same panel's next KC block
             more_blocks = self.k_block + 1 < k.min(self.k_begin + self.k_group, self.k_blocks)
-            exists, next_id = exists | more_blocks, k.select(more_blocks, self.panel_id + 1, next_id)
+            exists = exists | more_blocks
+            next_id = k.select(more_blocks, self.panel_id + 1, next_id)
         self.b_panels.pack_next(next_id, exists, calls)
 
     def block_of_panel(self, panel_id) -> tuple[Value, Value, Any]:

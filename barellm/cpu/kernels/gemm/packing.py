@@ -9,7 +9,7 @@ always does. Packing is cut into chunks, so that it can be spread over a micro-k
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
@@ -127,7 +127,6 @@ class PackBTransposed(PackTask):
     panel: Pointer
     w: Pointer  # (cols, stride) row-major, from the first element of the KC block on
     col: Value
-    _: KW_ONLY
     cols: int
     stride: int  # elements from a row of w to the next
     depth: Any  # a Value where the last KC block is shorter
@@ -210,7 +209,6 @@ class PackB(PackTask):
     b: Pointer
     col: Value
     depth: Any
-    _: KW_ONLY
     stride: int  # elements from a row of b to the next
     width: int
     cols: int | None  # b's columns where the panel may exceed them and is zero-padded, else None
@@ -265,16 +263,6 @@ class PackB(PackTask):
                     self._store_pair(depth - 1, v, self._load(depth - 1, v), k.const(0, f"<{k.lanes} x i16>"))
 
 
-@dataclass(frozen=True)
-class BlockOfA:
-    """A block of A before packing: rows [0, depth) and columns [first, last) of b."""
-
-    b: Pointer
-    first: Value
-    last: Value
-    depth: Value
-
-
 @dataclass
 class PackedA:
     """A of a weight gradient, packed from A^T: columns of b (.., cols) as [columns / mr][unit][mr] words of 32 bits in thread
@@ -284,20 +272,19 @@ class PackedA:
     Tiles that share cache lines of b are packed together, a group of `group_tiles`; the next group is packed while the micro-kernel
     first reads the current one. Protocol: acquire(number); then tile(column) -> packed tile, step() inside each micro-kernel.
 
-    `max_units`: room of a column, in units. Of the current block (`acquire`): its `source`, `whole_units` of a column (an odd last
-    row is not in them), `groups`, and `per_step`, units that a step packs. Variables of the emitted code: `current`, the block's
-    number (-1: none); `group`, the next one to pack; `unit`, the next unit of that group."""
+    `max_units`: room of a column, in units. Of the current block (`acquire`), rows [0, depth) and columns [first, last) of `b`:
+    `whole_units` of a column (an odd last row is not in them), `groups`, and `per_step`, units that a step packs. Variables of
+    the emitted code: `current`, the block's number (-1: none); `group`, the next one to pack; `unit`, the next unit of that group."""
 
     k: KernelBuilder
     at: Pointer
-    _: KW_ONLY
     dtype: str
     mr: int  # columns of b in a tile, rows of A
     cols: int  # columns of b
     stride: int  # elements from a row of b to the next
     max_depth: Value  # of any block
     inside: bool  # no tile hangs over the last column of b; else tiles are zero-padded
-    block: Callable[[Value], BlockOfA]  # block(number)
+    block: Callable[[Value], tuple[Pointer, Value, Value, Value]]  # block(number): (b, first, last, depth)
 
     def __post_init__(self) -> None:
         self.at = self.at.as_dtype("i32")
@@ -313,9 +300,9 @@ class PackedA:
         k = self.k
         with k.when(self.current.value.differs(number)):
             self.current.value, self.group.value, self.unit.value = number, k.int(0), k.int(0)
-        self.source = self.block(number)
-        self.whole_units = self.source.depth >> 1 if self.pair else self.source.depth
-        self.groups = k.ceil_div(self.source.last - self.source.first, self.group_tiles * self.mr)
+        self.b, self.first, self.last, self.depth = self.block(number)
+        self.whole_units = self.depth >> 1 if self.pair else self.depth
+        self.groups = k.ceil_div(self.last - self.first, self.group_tiles * self.mr)
         self.per_step = (self.whole_units + calls * self.group_tiles - 1) // (calls * self.group_tiles)
 
     def tile(self, column) -> Pointer:
@@ -339,7 +326,7 @@ class PackedA:
         self._pack_whole_units(tiles, end)
         is_complete = end.equals(self.whole_units)
         if self.pair:  # the last row of an odd depth follows the whole units
-            with k.when(is_complete & (self.source.depth & 1).differs(0)):
+            with k.when(is_complete & (self.depth & 1).differs(0)):
                 for col in tiles:
                     self._pack_unit(col, self.whole_units, masked=not self.inside, half=True)
         # Where the next step goes on: in the group after this one, or in this group at `end`.
@@ -350,7 +337,7 @@ class PackedA:
 
     def _tiles_of(self, group) -> list[Value]:
         """The columns of b where the tiles of a group start; beyond the last tile the last one is packed once more."""
-        first, last = self.source.first, self.source.last
+        first, last = self.first, self.last
         start = first + group * (self.group_tiles * self.mr)
         last_tile = first + (last - first - 1) // self.mr * self.mr
         return [self.k.min(start + i * self.mr, last_tile) for i in range(self.group_tiles)]
@@ -378,15 +365,15 @@ class PackedA:
         for unit, col, near in ((near_unit, first_col, True), (near_unit, last_col, True), (far_unit, far_col, False)):
             for r in range(unit_rows):
                 row = unit * unit_rows + r
-                k.prefetch(self.source.b.at(row * self.stride + col), near=near)
+                k.prefetch(self.b.at(row * self.stride + col), near=near)
         for col in tiles:
             self._pack_unit(col, u, masked=masked)
 
     def _pack_unit(self, col, u, *, masked: bool, half: bool = False) -> None:
         """Pack unit u of the tile at column `col` of b: MR words of 32 bits, fp32 or VNNI pairs of rows 2 u and 2 u + 1. `masked`:
         it may hang over the last column and is zero-padded; `half`: the unit is the last row of an odd depth, paired with zeros."""
-        k, b = self.k, self.source.b
-        target = self.at.at((col - self.source.first) * self.max_units + u * self.mr)
+        k, b = self.k, self.b
+        target = self.at.at((col - self.first) * self.max_units + u * self.mr)
         for v in range(0, self.mr, k.lanes):
             lanes = min(self.mr - v, k.lanes)
             row = u << 1 if self.pair else u
@@ -401,7 +388,7 @@ class PackedA:
     def _load(self, row, col, v: int, lanes: int, *, masked: bool) -> Value:
         """`lanes` elements of a row of b, unconverted, from column col + v on; `masked`: none beyond the last column is read."""
         k = self.k
-        p = self.source.b.at(row * self.stride + col + v)
+        p = self.b.at(row * self.stride + col + v)
         if masked:
             whole_vector = p.load_raw(0, k.mask_first(self.cols - (col + v)))
             return k.shuffle(whole_vector, None, list(range(lanes)))

@@ -88,8 +88,6 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
         scratch: `count` planes of a byte an element; the groups' scales (fp32); for each digit the first sums (i32)."""
         k = self.k
         self.integers, self.count, self.group = integer_codes(self.how), digits_of(self.x.dtype), group_of(self.how)
-        # A row in scratch: the digits, `count` planes of a byte an element; of each group its scale (fp32); of each digit and group
-        # the integer with which sums begin.
         self.x_groups = ceil_div(self.depth, self.group)
         self.plane = self.x_groups * self.group  # bytes of one digit of a row
         self.scales_at = self.count * self.plane

@@ -21,9 +21,10 @@ from math import lcm
 from typing import Any
 
 from barellm.cpu.gemm_config import PREFETCH_LEVELS, SkinnyGemmConfig, Tile
-from barellm.cpu.kernel import ISA, Pointer, Value, Var
+from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.kernels.gemm import packing, skinny_gemm_amx
 from barellm.cpu.kernels.gemm.epilogue import Epilogue
+from barellm.cpu.kernels.gemm.microkernel import zero_tile
 from barellm.cpu.lang.vector import sums_of_lanes
 from barellm.program.dtypes import itemsize
 from barellm.program.integers import ceil_div, round_up
@@ -173,7 +174,7 @@ class SkinnyGemm:
         with k.loop(0, self.tiling.nr, wide) as c:
             columns = self._columns(column + c, wide, k.int(0))
             following = columns[0].at(wide * self.depth)  # what is prefetched meanwhile
-            chains = self._chains(1, wide)
+            chains = zero_tile(k, Tile(1, wide))  # a vector of partial sums for each column
             block = Block(columns, c, k_block=k.int(0), first=k.int(0), last=k.int(self.depth), tiles=k.int(1), next=following)
             self._microkernel([self.a], block, columns, chains, k.int(0))
             self._reduce_lanes(chains[0], self.sums.at(c))
@@ -227,7 +228,7 @@ class SkinnyGemm:
         the first KC block, stored there before the last, and reduced to `sums` after the last. `tile_number`: its index."""
         k, tiling = self.k, self.tiling
         numbers = [k.min(row + i, self.rows - 1) for i in range(rows)]
-        chains = self._chains(rows, tiling.wide)
+        chains = zero_tile(k, Tile(rows, tiling.wide))  # [row][column], a vector each
         kept = self.accumulators.at((block.column * FEW + row * tiling.wide) * k.lanes)  # of this tile, between KC blocks
         flat = [chain for row_chains in chains for chain in row_chains]
         if self.k_blocks > 1:
@@ -244,10 +245,6 @@ class SkinnyGemm:
         with k.when(is_last_k):
             for r, row_chains in zip(numbers, chains, strict=True):
                 self._reduce_lanes(row_chains, self.sums.at(r * self.width + block.column))
-
-    def _chains(self, rows: int, columns: int) -> list[list[Var]]:
-        """Accumulators of a micro-tile, zero: [row][column], a vector each."""
-        return [[self.k.var_vec(0.0) for _ in range(columns)] for _ in range(rows)]
 
     def _columns(self, first, count: int, depth) -> list[Pointer]:
         """`count` rows of the weight, from element `depth` on; beyond the last row that one."""

@@ -12,7 +12,7 @@ exists. The packed A of a chunk stays in the L2, the B panel in the L1. Chunks a
 blocking (gemm_config.py)."""
 
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -110,7 +110,6 @@ class WgradMainloop:
     x: Pointer  # (tokens, K)
     tokens: Value
     epilogue: WgradEpilogue
-    _: KW_ONLY
     N: int
     K: int
     dy_row: int  # elements from a row of dy to the next
@@ -162,14 +161,14 @@ class VectorWgrad(WgradMainloop):
         depth = self.k.min(self.tokens - t, self.chunk)
         return packing.PackB(self.k, into, source, col, depth, stride=self.x_row, width=self.nr, cols=self.ragged)
 
-    def _block_of_a(self, number) -> packing.BlockOfA:
-        """Block `number` of A, t * m_blocks + m_block: MC columns of dy, tokens from t on."""
+    def _block_of_a(self, number) -> tuple[Pointer, Value, Value, Value]:
+        """Block `number` of A, t * m_blocks + m_block: (dy from token t on, first column, last column + 1, tokens)."""
         k = self.k
         t = number // self.m_blocks
         first = number % self.m_blocks * self.config.mc
         b = self.dy.at(t * self.dy_row)
         last = k.min(first + self.config.mc, self.N)
-        return packing.BlockOfA(b, first, last, depth=k.min(self.tokens - t, self.chunk))
+        return b, first, last, k.min(self.tokens - t, self.chunk)
 
     def run(self) -> None:
         """The loops of the module's docstring: work items, chunks of tokens, B panels of x. A, of dy, is packed once a chunk."""
@@ -323,7 +322,7 @@ def _amx_sums_bytes(config: GemmConfig) -> int:
 
 
 def wgrad_scratch_bytes(isa: ISA, dtype: str, tokens: int, config: GemmConfig) -> int:
-    """Scratch bytes of a thread: two B panels, the packed A, on AMX sums of an item's rows. `tokens`: the largest number of a run."""
+    """Scratch bytes of a thread: two B panels, the packed A, on AMX sums of an item's rows. `tokens`: the most of a run."""
     chunk = token_chunk(isa)
     if amx.uses_tiles(isa, dtype):
         packed_a = packing.panel_bytes(isa, dtype, min(tokens, chunk), round_up(config.mc, amx.MR))

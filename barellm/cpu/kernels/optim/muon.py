@@ -13,6 +13,7 @@ from barellm.cpu.kernels import loops, numbers, storage
 from barellm.cpu.kernels.gemm.gemm import gemm, gemm_scratch_bytes
 from barellm.cpu.kernels.optim.optimizer import GRAIN as UPDATE_GRAIN
 from barellm.cpu.kernels.optim.optimizer import pairs
+from barellm.cpu.kernels.reductions import sum_in_order
 from barellm.cpu.tuning import select_config
 from barellm.program.ops.optim.muon import LEAST
 from barellm.program.ops.optim.optimizer import CHUNK
@@ -34,7 +35,8 @@ def muon_momentum(k, m, u, partials, grad, clip, n, *, nesterov) -> None:
     with k.parallel_for((n + CHUNK - 1) // CHUNK) as chunk:
         sums = loops.new_accumulators(k, loops.CHAINS)
         for i, mask, j in loops.vectors(k, chunk * CHUNK, k.min((chunk + 1) * CHUNK, n), unroll=loops.CHAINS):
-            old, g = m.load(i, mask), grad.load(i, mask) * grad_factor
+            old = m.load(i, mask)
+            g = grad.load(i, mask) * grad_factor
             new = k.fma(old, momentum_vector, g)
             lookahead = k.fma(new, momentum_vector, g) if nesterov else new  # what is orthogonalized
             m.store(k.select(finite, new, old), i, mask)
@@ -54,10 +56,8 @@ def lower_momentum(op: Op, c: Lowering) -> None:
 def muon_normalize(k, x, u, partials, n, count, *, margin, eps) -> None:
     """x (n) = u / (margin |u| + eps), the start of the Newton-Schulz steps; |u|^2 is the sum of partials (count), which each thread
     computes for itself, in order: they are few. `margin` > 1 keeps the spectral norm below 1 in spite of rounding."""
-    total = k.var(k.const(0.0, "double"))
-    with k.loop(0, count) as i:
-        total.value = total.value + k.to(partials.get(i), "double")
-    factor = k.splat(1.0 / (k.sqrt(total.value) * margin + eps))
+    norm = k.sqrt(sum_in_order(k, partials, count))
+    factor = k.splat(1.0 / (norm * margin + eps))
     with k.parallel_range(n, loops.GRAIN) as (begin, end):
         for i, mask, _ in loops.vectors(k, begin, end):
             x.store(u.load(i, mask) * factor, i, mask)

@@ -9,7 +9,7 @@ from typing import Any
 
 from barellm.cpu.kernel import Lowering, Op, Value, lowering, part
 from barellm.cpu.kernels.loops import CHAINS, GRAIN, columns, groups, new_accumulators, pieces, tree_reduce, vectors
-from barellm.cpu.kernels.reductions import CHUNK_ROWS, CHUNKS, add_chunks, chunks_of_rows, rows_per_chunk
+from barellm.cpu.kernels.reductions import add_chunks, chunks_of_rows, lower_partials, rows_per_chunk
 from barellm.program.integers import round_up
 
 LEAST = 1e-37  # of the largest number of a column: the inverse of a smaller one is not finite
@@ -68,16 +68,17 @@ def add_factors(k, y, partials, *, rows, size) -> None:
 
 @lowering("factor", floats="fp32", also={"y": "bf16", "f": "bf16"}, spans="y f")
 def lower_factor(op: Op, c: Lowering) -> None:
-    """Append y = M f, or where the op is `transposed` M^T f: partial sums over chunks of rows, then their sum in order."""
+    """Append the calls of one factor, of M = grad + error: y = M f, or where the op is `transposed` y = M^T f, which is a sum over
+    the rows of M: partial sums over chunks of rows, then their sum in order."""
     rows, cols = (int(n) for n in op.grad.shape)
+    rank = op.attrs["rank"]
     operands: dict[str, Any] = {"grad": op.grad, "error": op.error, "f": op.f}
-    sizes = {"rows": rows, "cols": cols, "rank": op.attrs["rank"]}
+    sizes = {"rows": rows, "cols": cols, "rank": rank}
     if not op.attrs["transposed"]:
         c.call(factor_across, operands | {"y": op.y}, sizes, writes="y")
         return
-    size = op.attrs["rank"] * cols
-    chunks = min(CHUNKS, -(-rows // CHUNK_ROWS))
-    partials = (part(c.workspace("partials", 4 * chunks * size)), "fp32")
+    size = rank * cols  # elements of y
+    partials = lower_partials(c, op.grad, size)
     c.call(factor_down, operands | {"partials": partials}, sizes, writes="partials")
     c.call(add_factors, {"y": op.y, "partials": partials}, {"rows": rows, "size": size}, writes="y")
 
@@ -128,11 +129,13 @@ def factor_columns(k, work, taus, n: int, rank: int) -> None:
     `program.ops.optim.powersgd.reflection`, which is applied to all later columns."""
     with k.loop(0, rank) as j:
         v = work.at(j * n)
-        squares, alpha = dot(k, v, v, j + 1, n), v.get(j)  # of what is below the diagonal; the diagonal
+        squares = dot(k, v, v, j + 1, n)  # of what is below the diagonal
+        alpha = v.get(j)  # the diagonal
         norm = k.sqrt(k.fma(alpha, alpha, squares))
-        # The new diagonal, of the sign that avoids cancellation in alpha - beta; whether there is nothing to reflect.
-        beta, none = k.select(alpha < 0.0, norm, -norm), squares.equals(0.0)
-        tau, inverse = (beta - alpha) / beta, k.splat(k.select(none, 0.0, 1.0 / (alpha - beta)))
+        beta = k.select(alpha < 0.0, norm, -norm)  # the new diagonal, of the sign that avoids cancellation in alpha - beta
+        none = squares.equals(0.0)  # there is nothing to reflect
+        tau = (beta - alpha) / beta
+        inverse = k.splat(k.select(none, 0.0, 1.0 / (alpha - beta)))
         for i, mask, _ in vectors(k, j + 1, n):
             v.store(v.load(i, mask) * inverse, i, mask)
         for i, mask, _ in vectors(k, 0, j):
@@ -191,22 +194,23 @@ def feedback(k, grad, error, left_own, left_total, right_own, right_total, clip,
     with k.parallel_range(k.select(clip_scale.equals(clip_scale), k.int(rows), 0), grain) as (begin, end):
         for vectors_of_row in vector_groups(k, cols):  # all rows for some columns: the right factors' columns stay cached
             for i, height in groups(k, begin, end, tile_rows):  # a register tile: `height` rows x these vectors
-                offsets = [[((i + a) * cols + c, mask) for c, mask in vectors_of_row] for a in range(height)]
-                residuals = [[k.var(grad.load(*x) + error.load(*x)) for x in row] for row in offsets]
+                # [row][vector] of the tile: (first element, mask), and what error and grad become there.
+                places = [[((i + a) * cols + c, mask) for c, mask in vectors_of_row] for a in range(height)]
+                residuals = [[k.var(grad.load(*place) + error.load(*place)) for place in row] for row in places]
                 products = [new_accumulators(k, len(vectors_of_row)) for _ in range(height)]
                 with k.loop(0, rank) as j:
-                    own_columns, total_columns = (
-                        [f.load(j * cols + c, mask) for c, mask in vectors_of_row] for f in (right_own, right_total)
-                    )
+                    right_of_own = [right_own.load(j * cols + c, mask) for c, mask in vectors_of_row]
+                    right_of_total = [right_total.load(j * cols + c, mask) for c, mask in vectors_of_row]
                     for a in range(height):
-                        left, left_all = (k.splat(f.get(j * rows + i + a)) for f in (left_own, left_total))
-                        for residual, product, u, v in zip(residuals[a], products[a], own_columns, total_columns, strict=True):
-                            residual.value = k.fma(-left, u, residual.value)
-                            product.value = k.fma(left_all, v, product.value)
-                for row, row_residuals, row_products in zip(offsets, residuals, products, strict=True):
-                    for x, residual, product in zip(row, row_residuals, row_products, strict=True):
-                        error.store(residual.value, *x)
-                        grad.store(product.value, *x)
+                        left_of_own = k.splat(left_own.get(j * rows + i + a))
+                        left_of_total = k.splat(left_total.get(j * rows + i + a))
+                        for v in range(len(vectors_of_row)):
+                            residuals[a][v].value = k.fma(-left_of_own, right_of_own[v], residuals[a][v].value)
+                            products[a][v].value = k.fma(left_of_total, right_of_total[v], products[a][v].value)
+                for a in range(height):
+                    for v, place in enumerate(places[a]):
+                        error.store(residuals[a][v].value, *place)
+                        grad.store(products[a][v].value, *place)
 
 
 def keep_factor(k, q, total, clip, n) -> None:

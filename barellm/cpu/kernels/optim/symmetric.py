@@ -9,10 +9,8 @@ read unpacked (x x^T) or packed in panels of their own (x^T x). Sums stay in the
 epilogue stores squares of `lanes` x `lanes`, and their transposes. An element and its mirror are one accumulation chain, so the
 result is symmetric to the bit, and no bit depends on the blocking.
 
-Packing overlaps with the multiply-adds (packing.PanelBuffers, two buffers each for A and B): acquire(id) returns panel `id`,
-packing it now if it isn't there yet; pack_next(id, exists, steps) names the panel that goes into the other buffer; the micro-kernel
-calls step() once in each of its `steps` iterations, which packs a share of it; commit() makes that buffer the next to be acquired.
-A panel's id is its first column (A) or panel index (B) times k_blocks, plus its KC block."""
+Packing overlaps with the multiply-adds (packing.PanelBuffers has the protocol), in two buffers each for A and B. A panel's
+id is its first column (A) or panel index (B) times k_blocks, plus its KC block."""
 
 from dataclasses import replace
 from math import lcm
@@ -186,11 +184,6 @@ def a_panel_width(isa: ISA, tile: Tile) -> int:
     return lcm(tile.mr, isa.lanes)
 
 
-def tile_of(isa: ISA, dtype: str, n: int) -> Tile:
-    """The micro-tile MR x NR in vector registers; the tile registers of AMX are not used."""
-    return default_tile(replace(isa, tiles=False), dtype, n)
-
-
 def thread_scratch_bytes(isa: ISA, dtype: str, depth: int, tile: Tile, *, columns: bool) -> int:
     """Scratch bytes of a thread: two B panels, two A panels, and the sums of MC rows, plus a tile and a square."""
     kc = default_kc(isa, depth, 2 if packing.uses_vnni(isa, dtype) else 4)
@@ -202,7 +195,7 @@ def thread_scratch_bytes(isa: ISA, dtype: str, depth: int, tile: Tile, *, column
 def _lower(op: Op, c: Lowering, out, x, *, depth: int, columns: bool = False, **factors) -> None:
     """Call symmetric_gemm once for each matrix of the op's bank; `factors`: linear and square of a polynomial, as bits."""
     n = int(out.shape[1])
-    tile = tile_of(c.isa, x.dtype, n)
+    tile = default_tile(replace(c.isa, tiles=False), x.dtype, n)  # of vector registers: AMX tiles are not used
     c.thread_scratch(thread_scratch_bytes(c.isa, x.dtype, depth, tile, columns=columns))
     constants = {"n": n, "depth": depth, "columns": columns, "tile": tile}
     for matrix in each_matrix(op, out=out, x=x):
