@@ -98,8 +98,7 @@ class Lowering:
         self.calls.append(Call(spec, args, reads, out, self.op))
 
     def extern(self, prepare: Prepare, reads: list[Region], writes: list[Region], *, scalar: str = "") -> None:
-        """Append a call out of the step (`cpu.extern`) that reads and writes these bytes; with `scalar` only in runs where that is
-        not 0."""
+        """Append a call out of the step (`cpu.extern`) that reads and writes these bytes; with `scalar` only if that is not 0."""
         target, kept = callback(prepare, [*reads, *writes])
         spec = Specialisation(extern, ("int",), (("scalar", scalar),))
         self.calls.append(Call(spec, [target, *reads, *writes], reads, writes, self.op, kept))

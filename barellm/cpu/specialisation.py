@@ -98,8 +98,7 @@ class KernelBuilder(Builder):
     def parallel_range(self, total: Any, grain: Any = 1) -> Iterator[tuple[Value, Value]]:
         """A parallel loop with dynamic schedule over ranges [begin, end) of `total` items, `grain` at a time. Each group of threads
         (`sync.GROUPS` at most) takes items of its own contiguous part from an atomic counter, so it reads the rows that it wrote in
-        the op before; then it helps the next group (work stealing), so a disturbed core costs only its own share. A kernel may have
-        one such loop."""
+        the op before; then it helps the next group (work stealing), so a disturbed core costs its own share. One loop a kernel."""
         total, grain = self.int(total), self.int(grain)
         units, groups = (total + (grain - 1)) // grain, self._rt(RT_GROUPS, "i64")
         group, helped = self.var(self._rt(RT_GROUP, "i64")), self.var(self.int(0))

@@ -137,8 +137,7 @@ class CpuSession(arena.ArenaSession):
     def __init__(
         self, programs: dict[str, Program], *, threads: int | None = None, isa: ISA | None = None, config: Any = None
     ) -> None:
-        """Lower, plan, map, compile and link the programs, and start the threads. None: this machine's, tuned or default
-        configs."""
+        """Lower, plan, map, compile and link the programs, and start the threads. None: this machine's, or default ones."""
         lap = arena.laps()
         built = lower_and_plan(programs, threads=threads, isa=isa, written=True, config=config)
         check_fits(built.plan, what=arena.sizes_of(programs))

@@ -1,8 +1,7 @@
 """Deterministic reductions: column sums over tokens, the sum of squares of a gradient, the global gradient norm.
 
 Split reductions: rows form chunks whose number depends on the row count alone; each chunk is summed by one thread into its row of
-partials, then the partials are added in order. So the bits do not depend on the threads. (dims, inner): sizes whose product is the
-number of rows."""
+partials, then these are added in order. So the bits do not depend on the threads. (dims, inner): their product is the rows."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -162,8 +161,7 @@ def sum_in_order(k, partials, n) -> Value:
 
 def clip_scale(k, clip, skipped, loss_scale, totals, n, *, limit) -> None:
     """The kernel: clip (2) = [norm, min(1, limit / norm)], norm = sqrt(sum of totals (n) fp64); `limit` 0: no clipping. A norm that
-    is not finite makes the factor NaN and counts in skipped (1). Gradients are multiplied by the loss scale (None: 1), so both are
-    divided by it."""
+    is not finite makes the factor NaN and counts in skipped (1). Both are divided by the gradients' loss scale (None: 1)."""
     with k.parallel_for(1):
         norm, loss_factor = k.sqrt(sum_in_order(k, totals, n)), scale_of(k, loss_scale)
         norm = k.to(norm if loss_factor is None else norm / k.to(loss_factor, "double"), "float")

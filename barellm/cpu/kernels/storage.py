@@ -59,8 +59,7 @@ class Weight:
 
     def store_all(self, values, index, mask) -> None:
         """Store `values`, one vector or two adjacent ones of fp32 lanes, from element `index` on, in all planes; `mask` (None or i1
-        lanes) only with one vector. An fp32 or fp16 plane takes the value, rounded to its dtype; i16 and u16 planes halves of its
-        bits."""
+        lanes) only with one vector. An fp32 or fp16 plane takes the value, rounded; i16 and u16 planes halves of its bits."""
         k = self.k
         if self.bf16:
             values = [k.widen16(k.round_bf16(value), "bf16") for value in values]  # rounded, and fp32 again

@@ -200,8 +200,7 @@ class Builder:
         return widen_fp8(self, bits, dtype) if dtype in FP8_FORMATS else self.widen16(bits, dtype)
 
     def prefetch(self, p: Pointer, *, write: bool = False, near: bool = True) -> None:
-        """Prefetch the cache line at `p`, to be written or read, into the L1 or (not `near`) the L2. Any address will do: one that
-        is not mapped is ignored."""
+        """Prefetch the cache line at `p`, to be written or read, into the L1 or (not `near`) the L2; any address will do."""
         self.declare("void @llvm.prefetch.p0(ptr, i32, i32, i32)")
         self.line(f"call void @llvm.prefetch.p0(ptr {p.ref}, i32 {int(write)}, i32 {3 if near else 2}, i32 1)")
 
@@ -331,8 +330,7 @@ class Builder:
 
     @contextmanager
     def loop(self, start: Any, stop: Any, step: Any = 1) -> Iterator[Value]:
-        """for i in range(start, stop, step): the body is emitted once, and i is an i64. The test comes first, so zero iterations
-        are fine."""
+        """for i in range(start, stop, step): the body is emitted once, and i is an i64. The test comes first."""
         start, stop, step = self.int(start), self.int(stop), self.int(step)
         i = Var(self, start)
         index = start

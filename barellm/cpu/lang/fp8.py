@@ -12,8 +12,7 @@ NAN = 0x7F
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """`fraction`: its bits; `bias` of the exponent; `largest`: the code of the largest number, beyond which are infinity, if any,
-    and NaN."""
+    """`fraction`: its bits; `bias` of the exponent; `largest`: the code of the largest number, before infinity and NaN."""
 
     fraction: int
     bias: int
@@ -35,8 +34,7 @@ assert FP8_FORMATS.keys() == LARGEST.keys()
 
 
 def round_fp8(k: Any, v: Any, dtype: str) -> Any:
-    """fp32 lanes to codes (i8 lanes), rounded to nearest even; saturating: beyond the largest number to that; NaN without its
-    sign."""
+    """fp32 lanes to codes (i8 lanes), rounded to nearest even; beyond the largest number to that; NaN without its sign."""
     f, u = FP8_FORMATS[dtype], k.bitcast(v, k.ivec)
     magnitude, sign = u & 0x7FFFFFFF, (u >> 24) & 0x80
     # Round the fraction's last bits, which may carry into the exponent, as it should; then change the exponent's bias.

@@ -19,8 +19,7 @@ def signed(word: int) -> int:
 
 def rounds(k: Builder, k0: Any, k1: Any, c0: Any, c1: Any) -> Iterator[tuple[Value, Value]]:
     """Threefry2x32-20 (Salmon et al. 2011) of key (k0, k1) and counter (c0, c1): yields both words after each of the GROUPS groups
-    of four rounds; the last are the result. A generator, so that a caller can emit other work between the groups: each word is a
-    long chain."""
+    of four rounds; the last are the result. So a caller can emit other work between the groups: a word is a long chain."""
     keys = [k0, k1, k0 ^ k1 ^ signed(PARITY)]
     x, y = c0 + keys[0], c1 + keys[1]
     for group in range(GROUPS):

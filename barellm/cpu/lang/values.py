@@ -37,8 +37,7 @@ def is_float(type_: str) -> bool:
 
 
 def constant(value: float, type_: str) -> str:
-    """LLVM's literal of a Python number in a type, a vector's with equal lanes: floats in hexadecimal of the double, so that no
-    digit is lost."""
+    """LLVM's literal of a Python number in a type, a vector's with equal lanes: floats in hexadecimal, so that no digit is lost."""
     one = element(type_)
     if one == "double":
         text = f"0x{struct.unpack('>Q', struct.pack('>d', float(value)))[0]:016X}"

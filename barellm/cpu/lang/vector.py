@@ -98,8 +98,7 @@ def ln(k: Builder, x: Value) -> Value:
 
 
 def _exp_to_add_to_one(k: Builder, x: Value, dtype: str) -> Value:
-    """2**x for bf16, else e**x, to be added to 1: never a denormal, which no sum shows and whose making takes an Intel core some
-    hundred cycles."""
+    """2**x for bf16, else e**x, to be added to 1: never a denormal, which takes an Intel core some hundred cycles."""
     return exp2(k, x, EXP2_BF16, least=-125.0) if dtype == "bf16" else exp(k, x, least=-87.0)
 
 

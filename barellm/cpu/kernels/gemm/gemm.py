@@ -132,8 +132,7 @@ class VectorGemm(gemm_mainloop.GemmMainloop):
                 self._accumulator_row(row, 0).store(x, r * self.nr + v * self.k.lanes)
 
     def _epilogue_of_registers(self, row, sums, count) -> None:
-        """The epilogue of `count` rows, or all, from registers. `sums`: vectors of fp32 [row of the tile][vector of the panel]; row
-        0 is row `row` of C."""
+        """The epilogue of `count` rows (None: all) from registers, `sums` [row of the tile][vector]; row 0 is row `row` of C."""
         k = self.k
         for r, values in enumerate(sums):
             with k.when(k.int(r) < count) if count is not None else nullcontext():
@@ -152,8 +151,7 @@ class AmxGemm(gemm_mainloop.GemmMainloop):
     the next one is packed between the tile instructions. Accumulators go through scratch, also between two KC blocks."""
 
     def __post_init__(self) -> None:
-        """Scratch: two B panels; `padded_a`, a zero-padded tile of A's rows (amx.padded_a_bytes); `accumulators` [tile][MR][NR]
-        fp32."""
+        """Scratch: two B panels; `padded_a`, a zero-padded tile of A's rows; `accumulators` [tile][MR][NR] fp32."""
         super().__post_init__()
         self.padded_a = self.scratch.bytes(2 * self.panel_nbytes)
         self.accumulators = self.padded_a.bytes(amx.padded_a_bytes(self.kc)).as_dtype("fp32")

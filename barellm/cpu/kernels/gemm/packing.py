@@ -145,8 +145,7 @@ class PackBTransposed(PackTask):
         return self.w.at(column * self.stride)
 
     def _fetch_ahead(self, i) -> None:
-        """Prefetch what chunks i + NEAR (to L1) and i + FAR (to L2) read. It may name addresses beyond w, which a prefetch
-        ignores."""
+        """Prefetch what chunks i + NEAR (to L1) and i + FAR (to L2) read; a prefetch ignores addresses beyond w."""
         k, quarter = self.k, self.k.lanes // 4
         for lead, near in ((NEAR, True), (FAR, False)):
             j = i + lead
@@ -220,8 +219,7 @@ class PackB(PackTask):
         super().__init__(self.k, self.depth >> 1 if self.vnni else self.depth)
 
     def _load(self, row, v: int) -> Value:
-        """Vector of row `row` of b from panel column v on: raw 16-bit lanes with VNNI, else fp32; columns beyond `cols` are
-        zero."""
+        """Vector of row `row` of b from panel column v on: raw 16-bit lanes with VNNI, else fp32; zero beyond `cols`."""
         mask = None if self.cols is None else self.k.mask_first(self.cols - (self.col + v))
         p = self.b.at(row * self.stride + self.col)
         return p.load_raw(v, mask) if self.vnni else p.load(v, mask)
@@ -274,7 +272,7 @@ class PackedA:
 
     `max_units`: room of a column, in units. Of the current block (`acquire`), rows [0, depth) and columns [first, last) of `b`:
     `whole_units` of a column (an odd last row is not in them), `groups`, and `per_step`, units that a step packs. Variables of
-    the emitted code: `current`, the block's number (-1: none); `group`, the next one to pack; `unit`, the next unit of that group."""
+    the emitted code: `current`, the block's number (-1: none); `group`, the next one to pack; `unit`, the next of its units."""
 
     k: KernelBuilder
     at: Pointer

@@ -67,8 +67,7 @@ class DequantizePanel(packing.PackTask):
     of `pieces` groups of columns."""
 
     def __init__(self, weight: QuantizedWeight, loop: gemm_mainloop.GemmMainloop, into, panel_id, step: int, pieces: int) -> None:
-        """`col`, `k_block`, `depth`: first column, number and depth of the block that `panel_id` names; `first`: its first step in
-        the matrix."""
+        """`col`, `k_block`, `depth`: first column, number and depth of block `panel_id`; `first`: its first step."""
         self.weight, self.loop, self.vnni = weight, loop, packing.uses_vnni(loop.k.isa, loop.a.dtype)
         self.col, self.k_block, depth = loop.block_of_panel(panel_id)
         self.first, self.out = self.k_block * (loop.kc // step), into.as_dtype("i32")

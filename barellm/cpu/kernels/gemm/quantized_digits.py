@@ -8,7 +8,10 @@ numbers, without rounding, in whatever order they are added. They begin with wha
 
 Shapes: x (rows, depth), codes (tiles, blocks, 128), scales (tiles, groups + 1, 16)."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.kernels.gemm import packing, quantized_few
@@ -110,31 +113,34 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
             numbers.append(x.load(first + v, mask))
         # The largest magnitude gives the group's exponent: the integer order of fp32 bits is that of magnitudes.
         magnitudes = [k.bitcast(x, k.ivec) & FP32_MAGNITUDE for x in numbers]
-        largest = magnitudes[0]
-        for magnitude in magnitudes[1:]:
-            largest = k.max(largest, magnitude)
+        largest = reduce(k.max, magnitudes)
         field = k.maximum(largest) >> FP32_FRACTION  # fp32's biased exponent; 255: infinity or NaN
         exponent = k.max(field, LEAST_EXPONENT) + (1 - bits)  # biased, of the fixed-point unit
         infinite = field > 254  # or NaN
         scale = k.op("float", f"bitcast i32 {(exponent << FP32_FRACTION).ref} to float") * self.integers.unit
         k.line(f"store float {k.select(infinite, float('nan'), scale).ref}, ptr {self._scale(row, group).ref}, align 4")
         times = k.splat(k.op("float", f"bitcast i32 {((254 - exponent) << FP32_FRACTION).ref} to float"))  # 1 / the unit
-        sums: list[Value | None] = [None] * self.count
+        sums: list[Any] = [None] * self.count  # of each digit, in lanes
         for v, number in enumerate(numbers):
-            rest = k.op(k.ivec, f"fptosi {k.call(f'llvm.rint.v{k.lanes}f32', k.vec, number * times).typed} to {k.ivec}")
-            for d in range(self.count):
-                # The low byte, signed; what is left is then divisible by 256.
-                digit = rest if d + 1 == self.count else _arithmetic_shift(k, rest << 24, 24)
-                rest = _arithmetic_shift(k, rest - digit, 8)
-                before = sums[d]
-                sums[d] = digit if before is None else before + digit
+            for d, digit in enumerate(self._digits_of(number * times)):
+                sums[d] = digit if v == 0 else sums[d] + digit
                 small = k.op(f"<{k.lanes} x i8>", f"trunc {digit.typed} to <{k.lanes} x i8>")
                 at = row.bytes(first + (d * self.plane + v * k.lanes))
                 k.line(f"store {small.typed}, ptr {at.ref}, align 1")
         for d, total in enumerate(sums):
-            assert total is not None
             begin = k.sum(total) * -self.integers.offset
             k.line(f"store {begin.typed}, ptr {self._begin(row, group, d).ref}, align 4")
+
+    def _digits_of(self, x) -> Iterator[Value]:
+        """The `count` digits (i32 lanes) of fp32 lanes x, rounded to integers: signed bytes from the lowest on; the last is what is
+        left."""
+        k = self.k
+        rounded = k.call(f"llvm.rint.v{k.lanes}f32", k.vec, x)
+        rest = k.op(k.ivec, f"fptosi {rounded.typed} to {k.ivec}")
+        for d in range(self.count):
+            digit = rest if d + 1 == self.count else _arithmetic_shift(k, rest << 24, 24)  # the low byte, signed
+            rest = _arithmetic_shift(k, rest - digit, 8)  # the difference is divisible by 256
+            yield digit
 
     def _scale(self, row, group) -> Pointer:
         return row.bytes(group * 4 + self.scales_at)

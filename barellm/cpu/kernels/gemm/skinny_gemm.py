@@ -124,12 +124,14 @@ class SkinnyGemm:
         in L1 are copied."""
         self.k, self.a, self.weight, self.rows, self.config = k, a, weight, rows, config
         self.cols, self.depth, self.stride = cols, depth, stride
-        self.tiling, self.dot = Tiling.of(k.isa, a.dtype), packing.uses_vnni(k.isa, a.dtype)
+        self.tiling = Tiling.of(k.isa, a.dtype)
+        self.dot = packing.uses_vnni(k.isa, a.dtype)
         self.unit = k.lanes * (2 if a.dtype == "bf16" else 1)  # elements of a chain's next link or two
         self.itemsize = itemsize(a.dtype)
         self.nr = panel_width(k.isa, a.dtype, cols, depth)
         self.width = self.nr + k.lanes  # of a row of sums, whose last vector may hang over
-        self.sums, scratch = k.thread_scratch(), ScratchLayout(k.isa, depth)
+        self.sums = k.thread_scratch()
+        scratch = ScratchLayout(k.isa, depth)
         self.accumulators = self.sums.bytes(scratch.accumulators)
         copies = self.accumulators.bytes(scratch.copies - scratch.accumulators)
         self.tiles = None
@@ -143,8 +145,8 @@ class SkinnyGemm:
         # Columns a multiple of a page apart conflict in the L1, and rows of x do too. Copies are a cache line more apart.
         self.pitch = self.kc * self.itemsize + packing.LINE
         conflict = depth * self.itemsize % PAGE == 0
-        copies_at = [copies.bytes(i * self.pitch) for i in range(self.tiling.wide)] if conflict else []
-        self.copies = [p.as_dtype(a.dtype) for p in copies_at]
+        copies_of_columns = range(self.tiling.wide if conflict else 0)
+        self.copies = [copies.bytes(i * self.pitch).as_dtype(a.dtype) for i in copies_of_columns]
 
     def run(self, make_epilogue: Callable[[Value], Epilogue]) -> None:
         """For each panel of NR columns: the sums [rows][width] fp32 to scratch, then the epilogue make_epilogue(first column)."""
@@ -203,24 +205,29 @@ class SkinnyGemm:
         to_next_columns = tiling.wide * self.depth  # distances in elements
         if self.k_blocks == 1:
             return {"next": at.at(to_next_columns)}
-        from_last_columns = k.select(
-            p.equals(self.k_blocks - 1), to_next_columns - p * self.kc, self.kc - (tiling.nr - tiling.wide) * self.depth
-        )
+        is_last_k = p.equals(self.k_blocks - 1)
+        to_next_panel = to_next_columns - p * self.kc
+        to_next_k_block = self.kc - (tiling.nr - tiling.wide) * self.depth
+        from_last_columns = k.select(is_last_k, to_next_panel, to_next_k_block)
         following = at.at(k.select(c.equals(tiling.nr - tiling.wide), from_last_columns, to_next_columns))
         return {"next": following, "run": self.kc * self.itemsize, "gap": (self.depth - self.kc) * self.itemsize}
 
     def _copy_columns(self, block: Block) -> list[Pointer]:
         """Copy a block's columns (KC elements each) to scratch where they do not conflict in the L1, if enough rows pay for it.
         Returns the addresses to read from: the copies' or, with few rows, the columns'. No partial unit is copied."""
-        k, many, bits = self.k, self.rows > COPIED, f"<{self.unit * self.itemsize // 4} x i32>"
+        k = self.k
+        many = self.rows > COPIED
+        bits = f"<{self.unit * self.itemsize // 4} x i32>"  # a unit of a column
         whole = (block.last - block.first) // self.unit * self.unit
         with k.when(many), k.loop(0, whole, self.unit) as d:
             for column, copy in zip(block.columns, self.copies, strict=True):
                 value = k.op(bits, f"load {bits}, ptr {column.at(d).ref}, align {self.itemsize}")
                 k.line(f"store {value.typed}, ptr {copy.at(d).ref}, align {self.itemsize}")
-        pairs = zip(self.copies, block.columns, strict=True)
-        texts = [f"select {many.typed}, ptr {copy.ref}, ptr {column.ref}" for copy, column in pairs]
-        return [Pointer(k, k.op("ptr", text).ref, self.a.dtype) for text in texts]
+        read_from = []
+        for copy, column in zip(self.copies, block.columns, strict=True):
+            address = k.op("ptr", f"select {many.typed}, ptr {copy.ref}, ptr {column.ref}")
+            read_from.append(Pointer(k, address.ref, self.a.dtype))
+        return read_from
 
     def _micro_tile(self, block: Block, columns, row, rows: int, tile_number) -> None:
         """One micro-tile of a block of B: `rows` rows of a from `row` on x the block's columns, read from the addresses `columns`.
@@ -256,10 +263,11 @@ class SkinnyGemm:
         """chains[r][c] += row r of a * column c, lane by lane, over the block's KC elements of the depth. `left`: addresses of the
         rows at the block's first element; `columns`: of the columns, for whole units (a partial one: `block.columns`). Of the next
         block this tile prefetches an equal share, number `tile_number` of `block.tiles`, `step` bytes with each unit."""
-        k, unit, size = self.k, self.unit, block.last - block.first
-        whole, unit_bytes = size // unit * unit, len(columns) * unit * self.itemsize
+        k, unit, run = self.k, self.unit, block.run
+        whole = (block.last - block.first) // unit * unit  # elements of the depth in whole units
+        unit_bytes = len(columns) * unit * self.itemsize  # of all columns
         step = k.int(unit_bytes) // block.tiles  # bytes to prefetch with each unit
-        begin, run = tile_number * (whole // unit) * step, block.run
+        begin = tile_number * (whole // unit) * step  # this tile's share of the next block, in bytes that it has
         # Byte offset in the next block, whose columns are `gap` bytes apart, and how many bytes of the current column are left.
         offset = k.var(begin // run * (run + block.gap) + begin % run if run else begin)
         run_left = k.var(run - begin % run) if run else None
@@ -278,7 +286,8 @@ class SkinnyGemm:
         with k.when(block.last.equals(self.depth)):  # the partial unit at the end of the depth
             rest = self.depth % unit
             for u in range(0, rest, k.lanes):
-                mask, at = None if rest - u >= k.lanes else k.mask_first(rest - u), whole + u
+                mask = None if rest - u >= k.lanes else k.mask_first(rest - u)
+                at = whole + u
                 xs = [x.load(at, mask) for x in left]
                 for c, w in enumerate(block.columns):
                     self._fma_column(xs, w.load(at, mask), chains, c)

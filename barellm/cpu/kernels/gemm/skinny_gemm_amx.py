@@ -80,32 +80,40 @@ class SkinnyGemmAmx:
         config has them, fetch the NR rows behind these, most likely the thread's next work item."""
         k, side = self.k, amx.SIDE
         high, wide = (self.config.unroll, 1) if width == side else (2, 2)  # tiles of the weight, and of x
-        next_panel = NR * 2 * self.depth  # bytes
+        x_pitch = ("i64", str(4 * width))  # bytes from a row of pairs, or of results, to the next
         for top in range(0, NR, high * side):
             for first in range(0, width, wide * side):
                 for tile in range(high * wide):
                     amx.intrinsic(k, "tilezero", tile)
                 with k.loop(0, self.depth // amx.TILE_K) as s:
                     if first == 0 and self.config.prefetch:
-                        fetched = high * amx.TILE_BYTES  # bytes of the weight in a step
-                        ahead = at.bytes(next_panel + top * 2 * self.depth + s * fetched)
-                        for line in range(0, fetched, amx.LINE):
-                            k.prefetch(ahead.bytes(line), near=self.config.prefetch == 1)
-                    b = self.x.bytes(s * (amx.LINE * width) + 4 * first)
+                        self._prefetch_next(at, top, s, step_bytes=high * amx.TILE_BYTES)
+                    x = self.x.bytes(s * (amx.LINE * width) + 4 * first)
                     for j in range(wide):
-                        amx.intrinsic(k, "tileloadd64", LAST - j, ("ptr", b.bytes(amx.LINE * j).ref), ("i64", str(4 * width)))
-                    for i in range(high):
-                        a = at.bytes((top + i * side) * 2 * self.depth + s * amx.LINE)
-                        register = amx.A + i % (
-                            LAST - amx.A + 1 - wide
-                        )  # x has `wide` tile registers, the last; the weight the others
-                        amx.intrinsic(k, "tileloadd64", register, ("ptr", a.ref), ("i64", str(2 * self.depth)))
-                        for j in range(wide):
-                            amx.intrinsic(k, "tdpbf16ps", i * wide + j, register, LAST - j)
+                        amx.intrinsic(k, "tileloadd64", LAST - j, ("ptr", x.bytes(amx.LINE * j).ref), x_pitch)
+                    self._multiply_step(at, top, s, high, wide)
                 for i in range(high):
                     for j in range(wide):
-                        where = self.out.bytes(4 * ((top + i * side) * width + first + side * j))
-                        amx.intrinsic(k, "tilestored64", i * wide + j, ("ptr", where.ref), ("i64", str(4 * width)))
+                        result = self.out.bytes(4 * ((top + i * side) * width + first + side * j))
+                        amx.intrinsic(k, "tilestored64", i * wide + j, ("ptr", result.ref), x_pitch)
+
+    def _prefetch_next(self, at, top: int, step, *, step_bytes: int) -> None:
+        """Prefetch what the next panel reads at row `top` in a `step`: as many bytes of the weight as this step reads."""
+        panel_bytes = NR * 2 * self.depth
+        ahead = at.bytes(panel_bytes + top * 2 * self.depth + step * step_bytes)
+        for line in range(0, step_bytes, amx.LINE):
+            self.k.prefetch(ahead.bytes(line), near=self.config.prefetch == 1)
+
+    def _multiply_step(self, at, top: int, step, high: int, wide: int) -> None:
+        """Accumulators i * wide + j += tile i of the weight, from row `top` on, x tile j of x, which is in register LAST - j. The
+        weight takes the other registers from A on, in turn."""
+        weight_registers = range(amx.A, LAST + 1 - wide)
+        for i in range(high):
+            register = weight_registers[i % len(weight_registers)]
+            tile = at.bytes((top + i * amx.SIDE) * 2 * self.depth + step * amx.LINE)
+            amx.intrinsic(self.k, "tileloadd64", register, ("ptr", tile.ref), ("i64", str(2 * self.depth)))
+            for j in range(wide):
+                amx.intrinsic(self.k, "tdpbf16ps", i * wide + j, register, LAST - j)
 
     def release(self) -> None:
         amx.release(self.k)
