@@ -12,8 +12,7 @@ SHARE = 4  # objects for each helper at least: starting one costs as much as com
 
 
 def cached_objects(emitters: dict[str, Callable[[], str]], isa: ISA, *, processes: int) -> list[bytes]:
-    """The object of each key. What the cache does not have is compiled from the key's IR, by this process and up to
-    `processes` - 1 others, and kept."""
+    """The object of each key. What the cache does not have is compiled from its IR, by `processes` processes at most, and kept."""
     objects = {key: jit.load(key, isa) for key in emitters}
     missing = {key: emitters[key] for key, code in objects.items() if code is None}
     if missing:

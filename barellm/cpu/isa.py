@@ -36,9 +36,7 @@ class ISA:
 
 
 _AVX512 = ISA("avx512", cpu="x86-64-v4", lanes=16, registers=32, half=True, masked=True, popcount="nibbles")
-_AVX512_BF16 = replace(
-    _AVX512, name="avx512_bf16", features="+avx512bf16,+avx512vnni", dot="x86", bf16_round=True, byte_dot=True
-)  # fmt: skip
+_AVX512_BF16 = replace(_AVX512, name="avx512_bf16", features="+avx512bf16,+avx512vnni", dot="x86", bf16_round=True, byte_dot=True)
 _AMX_BF16 = replace(
     _AVX512_BF16, name="amx_bf16", cpu="sapphirerapids", features="+amx-tile,+amx-bf16", tiles=True, popcount="words"
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """LLVM IR to machine code, with the objects kept on disk.
 
 An object is cached under a key of its sources (sources.py), the specialisation, the processor and the versions, so a warm start
-emits no IR. A cold one compiles without LLVM's pass pipeline: SROA turns variables into registers, the rest makes no code faster."""
+emits no IR. A cold one compiles without LLVM's pass pipeline: SROA turns variables into registers, the rest gains nothing."""
 
 import hashlib
 import struct

@@ -11,8 +11,7 @@ CPUINFO = ("vendor_id", "cpu family", "model", "stepping", "CPU implementer", "C
 
 
 def sysctl(name: str) -> bytes | None:
-    """The value of macOS's system variable of this name: a number in little-endian bytes, or a text that ends with a zero. None if
-    there is none, and on other systems."""
+    """The value of macOS's system variable of this name: a number in little-endian bytes, or a text and a zero. Else None."""
     if sys.platform != "darwin":
         return None
     value, size = ctypes.create_string_buffer(256), ctypes.c_size_t(256)

@@ -133,8 +133,7 @@ class Pool:
             self._set(self.rt(i) + specialisation.RT_PRIVATE, thread_scratch + i * thread_scratch_bytes)
 
     def run(self, table: int, entries: int, stamps: int = 0) -> None:
-        """Run a table, and wait; signal handlers of the main thread still run at once. `stamps`: the address of the trace, int64
-        (threads, entries, sync.STAMPS), 0: none."""
+        """Run a table, and wait; signal handlers of the main thread still run at once. `stamps`: the address of the trace, or 0."""
         if os.getpid() != self.pid:
             raise RuntimeError("this process was forked from one with a running backend: open a new session in it")
         if self._closed:
@@ -145,8 +144,7 @@ class Pool:
         done.acquire()
 
     def run_here(self, table: int, entries: int) -> None:
-        """The same on the calling thread, for a pool of one thread: to hand a table over takes some 30 us, more than a short one
-        needs. Signals wait until it is done."""
+        """The same on the calling thread, for a pool of one thread: to hand a table over takes some 30 us. Signals wait."""
         assert self.threads == 1, "the other threads of a pool expect its own leader"
         (ctypes.c_int64 * 3).from_address(self.shared + sync.TABLE)[:] = (table, entries, 0)
         self._lead(self.rt(0), self.shared)

@@ -123,12 +123,10 @@ def store_all(k, out, values, index, nontemporal=None) -> None:
             aligned = f"align {out.itemsize * per_store * k.lanes}, !nontemporal !0"
             k.line(f"store {value.typed}, ptr {at.ref}, {aligned if streaming else f'align {out.itemsize}'}")
 
-    per_store = 1  # vectors of `values` that one store instruction writes
-    if out.itemsize == 2:
-        per_store, halves = 2, [k.round16(value, out.dtype) for value in values]
-        values = [k.concat(halves[j : j + 2]) for j in range(0, len(halves), 2)]
-    elif out.itemsize == 1:
-        per_store, values = len(values), [k.concat([k.round_to(value, out.dtype) for value in values])]
+    per_store = {4: 1, 2: 2, 1: len(values)}[out.itemsize]  # vectors of `values` that one store instruction writes
+    if out.itemsize < 4:
+        short = [k.round_to(value, out.dtype) for value in values]
+        values = [k.concat(short[j : j + per_store]) for j in range(0, len(short), per_store)]
     if nontemporal is None:
         emit_stores(False)
         return

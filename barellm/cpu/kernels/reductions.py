@@ -6,6 +6,7 @@ partials, then these are added in order. So the bits do not depend on the thread
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from operator import add
 from typing import Any
 
@@ -24,8 +25,7 @@ def rows_per_chunk(k, rows) -> Value:
 
 @contextmanager
 def chunks_of_rows(k, partials, rows, C: int, count: int) -> Iterator[tuple[Pointer | None, Value, Value]]:
-    """Loop in parallel over chunks of rows; yields (pointer to the chunk's partial sums (count, C), cleared, or None without
-    `partials`; begin and end of its rows)."""
+    """Loop in parallel over chunks of rows; yields (the chunk's partial sums (count, C), cleared, if any; its rows' begin, end)."""
     chunk_rows = rows_per_chunk(k, rows)
     with k.parallel_for((rows + chunk_rows - 1) // chunk_rows) as chunk:
         dst = None if partials is None else partials.at(chunk * (count * C))
@@ -107,8 +107,7 @@ def lower_scalars(c: Lowering, partials: tuple[Region, str] | None, like: Tensor
     """Append the call that adds up at most four columns of partials, one for each of `outputs`; none if `partials` is None."""
     if partials is None:
         return
-    outs: dict[str, Any] = dict.fromkeys(f"out{i}" for i in range(4))
-    outs |= {f"out{i}": t for i, t in enumerate(outputs.values())}
+    outs = dict(zip_longest(("out0", "out1", "out2", "out3"), outputs.values()))
     constants = {"modes": tuple(modes[name] for name in outputs), **loops.shape_of(like)}
     c.call(combine_scalars, {"partials": partials, **outs}, constants, writes=" ".join(outs))
 

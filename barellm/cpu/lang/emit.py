@@ -53,10 +53,12 @@ class Builder:
     def declare(self, signature: str) -> None:
         self.declared.add(f"declare {signature}")
 
-    def call(self, name: str, type_: str, *args: Value) -> Value:
-        """A call of an intrinsic or of one of the few functions of the C library that `cpu.jit` allows."""
-        self.declare(f"{type_} @{name}({', '.join(a.type for a in args)})")
-        return self.op(type_, f"call {type_} @{name}({', '.join(a.typed for a in args)})")
+    def call(self, name: str, type_: str, *args: Value | str) -> Value:
+        """A call of an intrinsic or of one of the few functions of the C library that `cpu.jit` allows. An operand is a Value, or
+        LLVM's text of a constant, "i32 4"."""
+        types = [a.type if isinstance(a, Value) else a.rsplit(" ", 1)[0] for a in args]
+        self.declare(f"{type_} @{name}({', '.join(types)})")
+        return self.op(type_, f"call {type_} @{name}({', '.join(a.typed if isinstance(a, Value) else a for a in args)})")
 
     def alloca(self, type_: str, count: int = 1) -> str:
         """The address of a stack slot, in the function's entry block; of several elements aligned to a cache line."""
@@ -170,10 +172,6 @@ class Builder:
         rounded = self.select(magnitude > 0x7F800000, 0x7E00, rounded)  # NaN
         return self.op(bits16, f"trunc {(rounded | sign).typed} to {bits16}")
 
-    def round16(self, v: Value, dtype: str) -> Value:
-        """fp32 lanes to the bit patterns of a 16-bit dtype (i16 lanes)."""
-        return self.round_bf16(v) if dtype == "bf16" else self.round_fp16(v)
-
     def widen16(self, bits: Value, dtype: str) -> Value:
         """Convert i16 lanes, bit patterns of a 16-bit dtype, to fp32 lanes. Exact."""
         n = bits.type[1:].split(" x ")[0]
@@ -193,7 +191,9 @@ class Builder:
 
     def round_to(self, v: Value, dtype: str) -> Value:
         """fp32 lanes to the bit patterns of a shorter float (i16 or i8 lanes)."""
-        return round_fp8(self, v, dtype) if dtype in FP8_FORMATS else self.round16(v, dtype)
+        if dtype in FP8_FORMATS:
+            return round_fp8(self, v, dtype)
+        return self.round_bf16(v) if dtype == "bf16" else self.round_fp16(v)
 
     def widen(self, bits: Value, dtype: str) -> Value:
         """The bit patterns of a shorter float to the fp32 lanes that they are. Exact."""
@@ -294,9 +294,8 @@ class Builder:
         if not self.isa.masked:
             return self.call(f"llvm.copysign.v{width(v.type)}f32", v.type, v, sign)
         name = "llvm.x86.avx512.pternlog.d.512"  # LLVM makes two operations of what is this one
-        self.declare(f"{self.ivec} @{name}({self.ivec}, {self.ivec}, {self.ivec}, i32)")
         a, b, mask = self.bitcast(v, self.ivec), self.bitcast(sign, self.ivec), self.const(0x7FFFFFFF, self.ivec)
-        merged = self.op(self.ivec, f"call {self.ivec} @{name}({a.typed}, {b.typed}, {mask.typed}, i32 {0b11100100})")
+        merged = self.call(name, self.ivec, a, b, mask, f"i32 {0b11100100}")
         return self.bitcast(merged, v.type)
 
     def min_magnitude(self, v: Value, most: int) -> Value:
@@ -304,10 +303,9 @@ class Builder:
         if not self.isa.masked:
             return self.min(self.bitcast(v, self.ivec) & 0x7FFFFFFF, most)
         name = "llvm.x86.avx512.mask.range.ps.512"
-        self.declare(f"{self.vec} @{name}({self.vec}, {self.vec}, i32, {self.vec}, i16, i32)")
         limit = self.bitcast(self.const(most, self.ivec), self.vec)
         # 0b1010: the smaller magnitude, sign cleared.
-        least = self.op(self.vec, f"call {self.vec} @{name}({v.typed}, {limit.typed}, i32 10, {v.typed}, i16 -1, i32 4)")
+        least = self.call(name, self.vec, v, limit, "i32 10", v, "i16 -1", "i32 4")
         return self.bitcast(least, self.ivec)
 
     def all(self, mask: Value) -> Value:
@@ -352,8 +350,7 @@ class Builder:
         left = self.var(bits if lanes == 64 else self.op("i64", f"zext {bits.typed} to i64"))
         with self.while_(lambda: left.value.differs(0)):
             now = left.value
-            self.declare("i64 @llvm.cttz.i64(i64, i1)")
-            yield self.op("i64", f"call i64 @llvm.cttz.i64({now.typed}, i1 true)")
+            yield self.call("llvm.cttz.i64", "i64", now, "i1 true")
             left.value = now & (now - 1)
 
     @contextmanager

@@ -33,10 +33,8 @@ def polynomial(k: Builder, x: Value, coefficients: tuple[float, ...]) -> Value:
 def _scale(k: Builder, p: Value, shifted: Value, x: Value, *, low: float, high: float) -> Value:
     """p 2^n, where `shifted` = MAGIC + n: 0 where x is below `low`, infinity from `high` on; NaN stays NaN."""
     if k.isa.masked:  # AVX-512's VSCALEFPS handles under- and overflow
-        name = "llvm.x86.avx512.mask.scalef.ps.512"
-        k.declare(f"{k.vec} @{name}({k.vec}, {k.vec}, {k.vec}, i16, i32)")
         n = shifted - MAGIC
-        return k.op(k.vec, f"call {k.vec} @{name}({p.typed}, {n.typed}, {k.vec} undef, i16 -1, i32 4)")
+        return k.call("llvm.x86.avx512.mask.scalef.ps.512", k.vec, p, n, f"{k.vec} undef", "i16 -1", "i32 4")
     # n is added to the exponent field.
     scaled = k.bitcast(k.bitcast(p, k.ivec) + (k.bitcast(shifted, k.ivec) << 23), k.vec)
     return k.select(x < low, 0.0, k.select(x < high, scaled, x + float("inf")))
@@ -172,13 +170,12 @@ def _gelu_slope_from_tables(k: Builder, x: Value) -> Value:
     steps = k.min(SLOPE_LANES - 0.51, steps)  # of a number and a NaN the second: NaN stays
     shifted = steps + MAGIC
     # The number of the piece is in the low bits of `index`, and VPERMPS reads no others.
-    r, index = steps - (shifted - MAGIC), k.bitcast(shifted, k.ivec)
-    name = "llvm.x86.avx512.permvar.sf.512"
-    k.declare(f"{k.vec} @{name}({k.vec}, {k.ivec})")
+    r = steps - (shifted - MAGIC)
+    index = k.bitcast(shifted, k.ivec)
     p: Value | None = None
     for table in reversed(_slope_tables()):
         values = ", ".join(f"float {constant(c, 'float')}" for c in table)
-        c = k.op(k.vec, f"call {k.vec} @{name}({k.vec} <{values}>, {index.typed})")
+        c = k.call("llvm.x86.avx512.permvar.sf.512", k.vec, Value(k, k.vec, f"<{values}>"), index)
         p = c if p is None else k.fma(p, r, c)
     assert p is not None
     return k.copysign(p, x) + 0.5

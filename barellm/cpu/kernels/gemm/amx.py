@@ -219,8 +219,7 @@ def microkernel_rows(k, out, a, count, panel, block, *, depth: int, stride: int,
 
 
 def _copy_padded_rows(k, dst, a, count, *, first: int, depth: int, stride: int, width: int) -> None:
-    """dst [count][width] bf16 = columns [first, depth) of `count` rows of a, row stride `stride` elements, zero-padded to `width`
-    columns (a multiple of TILE_K)."""
+    """dst [count][width] bf16 = columns [first, depth) of `count` rows of a, row stride `stride`, zero-padded to `width`."""
     end = first + (depth - first) // k.lanes * k.lanes  # of the whole vectors
     with k.loop(0, count) as r:
         source, target = a.at(r * stride), dst.as_dtype("bf16").at(r * width)

@@ -29,8 +29,7 @@ def strip_units(tiling: Tiling) -> int:
 
 def pack_strips(k, packed, x, row_begin, *, dims, inner, width, block, left) -> None:
     """The kernel: packed = up to CHUNK tokens of x (tokens, width), from `row_begin` on, as strips of nr columns, [strip][step][nr]
-    units; with `left` on AMX as A tiles, [strip][step][column][token]. Rows are read sequentially, which memory does fastest; strip
-    by strip it took a fifth longer."""
+    units; with `left` on AMX as A tiles, [strip][step][column][token]. Rows are read sequentially, which is fastest."""
     k.use(isa_of(k.isa, block))
     tiling = Tiling.of(k.isa, x.dtype, block)
     tokens = k.min(k.num_elements(dims, inner) - row_begin, CHUNK)

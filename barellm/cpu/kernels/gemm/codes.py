@@ -32,7 +32,7 @@ class Codes:
         self.vector_look_up = k.lanes > 4 or k.isa.registers == 32
         if how.table and self.vector_look_up:
             words = [struct.unpack("<I", struct.pack("<f", v))[0] >> 16 for v in how.table]  # bf16 bits of the table's values
-            self.high, self.low = (self._table([w >> s & 255 for w in words]) for s in (8, 0))
+            self.high, self.low = (self.table_of([w >> s & 255 for w in words]) for s in (8, 0))
         elif how.table:
             self.table = Pointer(k, k.alloca("float", 16), "fp32")
             self.found = Pointer(k, k.alloca("float", BLOCK * k.lanes), "fp32")
@@ -48,7 +48,10 @@ class Codes:
         before scaling. Each is emitted when it is taken, so that few of them are alive at a time."""
         k = self.k
         if not self.how.table:
-            yield from (self._integers(block, k.int(column) + e * TILE) for e in range(BLOCK))
+            small = f"<{k.lanes} x i8>"
+            for e in range(BLOCK):
+                code = k.op(small, f"load {small}, ptr {block.bytes(k.int(column) + e * TILE).ref}, align 1")
+                yield k.op(k.vec, f"sitofp {k.op(k.ivec, f'sext {code.typed} to {k.ivec}').typed} to {k.vec}")
         elif self.vector_look_up:
             for pair in self.pairs(block, column):
                 yield k.bitcast(pair << 16, k.vec)  # the even element
@@ -62,23 +65,17 @@ class Codes:
         both = k.op(self.bytes, f"load {self.bytes}, ptr {block.bytes(k.int(column) * 4).ref}, align 1")
         for upper in (False, True):
             codes = both >> 4 if upper else both & 15
-            low, high = (self._look_up(table, codes) for table in (self.low, self.high))
+            low, high = (self.look_up(table, codes) for table in (self.low, self.high))
             for half in (0, 8):  # punpcklbw, punpckhbw: low and high bytes interleaved in groups of 16
                 order = [g + half + i + j for g in range(0, 4 * k.lanes, 16) for i in range(8) for j in (0, 4 * k.lanes)]
                 yield k.bitcast(k.shuffle(low, high, order), k.ivec)
 
-    def _integers(self, block, at) -> Value:
-        k = self.k
-        small = f"<{k.lanes} x i8>"
-        code = k.op(small, f"load {small}, ptr {block.bytes(at).ref}, align 1")
-        return k.op(k.vec, f"sitofp {k.op(k.ivec, f'sext {code.typed} to {k.ivec}').typed} to {k.vec}")
-
-    def _table(self, entries: list[int]) -> Value:
+    def table_of(self, entries: list[int]) -> Value:
         """A table of 16 bytes, in each group of 16 lanes."""
         lanes = entries if self.k.lanes == 4 else entries * (self.k.lanes // 4)
         return Value(self.k, self.bytes, "<" + ", ".join(f"i8 {v - 256 if v > 127 else v}" for v in lanes) + ">")
 
-    def _look_up(self, table, codes) -> Value:
+    def look_up(self, table, codes) -> Value:
         return self.k.call(LOOK_UPS.get(self.k.lanes, NEON_LOOK_UP), self.bytes, table, codes)
 
     def _scalar_look_up(self, block, column) -> Iterator[Value]:

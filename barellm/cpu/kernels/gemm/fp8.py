@@ -34,9 +34,7 @@ def dequantization_factor(k, one, other, *, per_target: bool) -> Value:
 def scaled_product(k, out, a, weight, scale, other, *, per_target, **how) -> None:
     """out = a @ weight times both scales, `scale` and `other`; the constants `how` are those of `gemm`."""
     by = dequantization_factor(k, scale, other, per_target=per_target)
-    rows = {"row_begin": k.int(0), "row_limit": k.int(ALL_ROWS)}
-    gemm.gemm(k, out, second=None, a=a, weight=weight, bias=None, other=None, **rows, epilogues=("times",), scale=by,
-        **how)  # fmt: skip
+    gemm.gemm(k, out, None, a, weight, None, None, k.int(0), k.int(ALL_ROWS), epilogues=("times",), scale=by, **how)
 
 
 def scaled_weight_gradient(k, dweight, dy, x, scale, other, **how) -> None:

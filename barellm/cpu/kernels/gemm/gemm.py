@@ -157,9 +157,8 @@ class AmxGemm(gemm_mainloop.GemmMainloop):
         self.accumulators = self.padded_a.bytes(amx.padded_a_bytes(self.kc)).as_dtype("fp32")
 
     def run(self) -> None:
-        amx.configure(self.k)
-        super().run()
-        amx.release(self.k)
+        with amx.tile_registers(self.k, used=True):
+            super().run()
 
     def multiply_panel(self, panel) -> None:
         """All rows of the item x one packed B panel (VNNI), in tiles of MR; full ones overlap packing, a call a step."""

@@ -136,8 +136,7 @@ class GemmMainloop(ABC):
         return self.depth if is_last_k is None else self.k.select(is_last_k, self.k.int(last_kc), self.kc)
 
     def _pack(self, into, panel_id) -> packing.PackTask:
-        """The task that packs KC block panel_id % k_blocks of panel panel_id // k_blocks of the weight (`block_of_panel`) into
-        `into`, [k unit] [NR] as packing.py has it."""
+        """The task that packs KC block panel_id % k_blocks of panel panel_id // k_blocks of the weight to `into`, [k unit][NR]."""
         if not isinstance(self.weight, Pointer):
             return self.weight.pack(self, into, panel_id)
         k, kc = self.k, self.kc

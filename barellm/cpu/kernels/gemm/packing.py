@@ -119,9 +119,7 @@ class PanelBuffers:
 class PackBTransposed(PackTask):
     """Packs a B panel (depth, nr) from a transposed B: elements [0, depth) of rows [col, col + nr) of w, which are B's columns, to
     `panel` [k unit][nr]. A chunk is 4 units of `lanes` columns, transposed 4 x 4 in each 128-bit group; chunks go along the depth
-    first. Columns beyond the last repeat it; the epilogue never stores them.
-
-    Derived: `vnni`: a unit is a pair of bf16; `elements`: of a column in a chunk; `depth_chunks`: whole chunks of a column."""
+    first. Columns beyond the last repeat it; the epilogue never stores them."""
 
     k: KernelBuilder
     panel: Pointer
@@ -136,8 +134,8 @@ class PackBTransposed(PackTask):
 
     def __post_init__(self) -> None:
         self.vnni = uses_vnni(self.k.isa, self.w.dtype)
-        self.elements = 8 if self.vnni else 4
-        self.depth_chunks = self.depth // self.elements
+        self.elements = 8 if self.vnni else 4  # of a column in a chunk: 4 units, with VNNI pairs of bf16
+        self.depth_chunks = self.depth // self.elements  # whole chunks of a column
         super().__init__(self.k, self.depth_chunks * (self.nr // self.k.lanes))
 
     def _column_of_b(self, i) -> Pointer:

@@ -27,8 +27,7 @@ def quantized_skinny_gemm(k, out, second, x, codes, scales, bias, other, *, cols
         dims: tuple[str, ...], inner: int, epilogues: tuple[str, ...], mode: str,
         strides: tuple[tuple[str, int], ...] = ()) -> None:  # fmt: skip
     """The kernel: out (rows, cols) = x (rows, depth) @ weight, then the `epilogues`, for FEW rows at most; nothing if a run has
-    more. `codes`, `scales`: the weight (cols, depth), of quantization scheme `weights`; the rest as in `gemm.gemm`. `second`,
-    `bias`, `other`: of the epilogues."""
+    more. `codes`, `scales`: the weight (cols, depth), of quantization scheme `weights`; the rest as in `gemm.gemm`."""
     rows, row_strides = k.num_elements(dims, inner), dict(strides)
     make_epilogue = partial(epilogue.Epilogue, k, Tile(1, TILE // k.lanes), out, second, bias, other, cols=cols,
         epilogues=epilogues, mode=mode, bias_in_registers=False, strides=row_strides)  # fmt: skip
@@ -156,8 +155,7 @@ def quantized_gemm(k, out, second, x, codes, scales, bias, other, row_begin, row
         **options) -> None:  # fmt: skip
     """The kernel: out (rows, cols) = x (rows, depth) @ weight with `epilogues`, for rows [row_begin, row_begin + row_limit) of a
     run that has at least `least` rows. `codes`, `scales`: the stored matrix, of scheme `weights`, which is dequantized while B
-    panels are packed; `transposed`: it is (cols, depth), else (depth, cols). `options`: see `gemm.run_mainloop`. `second`, `bias`,
-    `other`: of the epilogues (epilogue.py)."""
+    panels are packed; `transposed`: it is (cols, depth), else (depth, cols). `options`: see `gemm.run_mainloop`."""
     how = scheme(weights)
     planned = k.num_elements(dims, inner)
     rows = k.select(planned < least, 0, k.min(planned - row_begin, row_limit))

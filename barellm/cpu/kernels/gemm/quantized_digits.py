@@ -15,7 +15,6 @@ from typing import Any
 
 from barellm.cpu.kernel import ISA, Pointer, Value
 from barellm.cpu.kernels.gemm import packing, quantized_few
-from barellm.cpu.kernels.gemm.codes import LOOK_UPS
 from barellm.cpu.kernels.numbers import FP32_FRACTION, FP32_MAGNITUDE
 from barellm.program.integers import ceil_div, round_up
 from barellm.program.quantization import BLOCK, TILE, Scheme, scheme
@@ -98,7 +97,7 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
         self.digits = k.thread_scratch()
         self.bytes = f"<{LANE * k.lanes} x i8>"
         if self.integers.table:
-            self.tables = [self.codes._table([n // BASE**d % BASE for n in self.integers.table]) for d in range(2)]
+            self.tables = [self.codes.table_of([n // BASE**d % BASE for n in self.integers.table]) for d in range(2)]
         with k.loop(0, self.rows) as row, k.loop(0, self.x_groups) as group:
             self._quantize_group(self.x.at(row * self.stride), self.digits.bytes(row * self.row_bytes), group)
 
@@ -132,8 +131,7 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
             k.line(f"store {begin.typed}, ptr {self._begin(row, group, d).ref}, align 4")
 
     def _digits_of(self, x) -> Iterator[Value]:
-        """The `count` digits (i32 lanes) of fp32 lanes x, rounded to integers: signed bytes from the lowest on; the last is what is
-        left."""
+        """The `count` digits (i32 lanes) of fp32 lanes x, rounded to integers: signed bytes, lowest first; the last is the rest."""
         k = self.k
         rounded = k.call(f"llvm.rint.v{k.lanes}f32", k.vec, x)
         rest = k.op(k.ivec, f"fptosi {rounded.typed} to {k.ivec}")
@@ -218,13 +216,10 @@ class IntegerSkinnyGemm(quantized_few.QuantizedSkinnyGemm):
         order = [16 * g + t % 4 // 2 * 8 + t // 4 * 2 + t % 2 for g in range(k.lanes // 4) for t in range(16)]
         both = k.shuffle(self._load(p), None, order)
         halves = [both & 15, both >> 4]
-        return [[self._look_up(table, x) for table in self.tables] if self.integers.table else [x] for x in halves]
+        return [[self.codes.look_up(table, x) for table in self.tables] if self.integers.table else [x] for x in halves]
 
     def _load(self, p) -> Value:
         return self.k.op(self.bytes, f"load {self.bytes}, ptr {p.ref}, align 1")
-
-    def _look_up(self, table, codes) -> Value:
-        return self.k.call(LOOK_UPS[self.k.lanes], self.bytes, table, codes)
 
 
 def multiply_bytes(k, total, unsigned, signed) -> Value:

@@ -119,9 +119,8 @@ class SkinnyGemm:
 
     def __init__(self, k, a, weight, rows, *, cols: int, depth: int, stride: int, config: SkinnyGemmConfig) -> None:
         """The GEMM out = a (rows, depth) @ weight (cols, depth)^T. `stride`: row stride of a. Scratch: `ScratchLayout`. Attributes:
-        `tiling`; `dot`: bf16 pairs are multiplied; `unit`: elements of a row that a step reads; `width`: pitch of `sums`
-        [row][width]; `tiles`: the AMX kernel, or None; `kc`, `k_blocks`: blocks of the depth; `copies`: where columns that conflict
-        in L1 are copied."""
+        `tiling`; `dot`: bf16 pairs are multiplied; `unit`: elements of a row a step; `sums` [row][`width`]; `tiles`: the AMX
+        kernel, or None; `kc`, `k_blocks`: blocks of the depth; `copies`: where columns that conflict in the L1 are copied."""
         self.k, self.a, self.weight, self.rows, self.config = k, a, weight, rows, config
         self.cols, self.depth, self.stride = cols, depth, stride
         self.tiling = Tiling.of(k.isa, a.dtype)

@@ -8,8 +8,7 @@
           for each tile of MR rows: micro-kernel; it overlaps packing of the next B panel and A tile, and prefetches of dweight
 
 Both operands are packed (bf16: in VNNI layout, pairs of tokens) in the thread's scratch, so no transposed copy of an activation
-exists. The packed A of a chunk stays in the L2, the B panel in the L1. Chunks are added in order, so the bits do not depend on the
-blocking (gemm_config.py)."""
+exists. The packed A of a chunk stays in the L2, the B panel in the L1. Chunks are added in order: no bit depends on blocking."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -102,8 +101,7 @@ class WgradMainloop:
     """One thread's loops over work items, chunks of tokens, panels and tiles; the subclasses have the micro-kernels.
 
     State of the loops: the work item `item`, of `m_blocks` x `n_blocks`: rows [n0, n1) x columns [k0, k1) of dweight; the chunk of
-    `chunk` tokens from `t` on; the panel of `nr` columns of x from `col` on. `scratch`: the thread's, which begins with two packed
-    B panels and goes on with the packed A."""
+    `chunk` tokens from `t` on; the panel of `nr` columns of x from `col` on. `scratch`: the thread's: two packed B panels first."""
 
     k: KernelBuilder
     dy: Pointer  # (tokens, N)
@@ -264,8 +262,8 @@ class AmxWgrad(WgradMainloop):
     def run(self) -> None:
         """The loops of the module's docstring, with one more over the KC blocks of a chunk."""
         k = self.k
-        amx.configure(k)
-        with k.when(self.tokens > 0), k.parallel_for(self.m_blocks * self.n_blocks) as self.item:
+        items = self.m_blocks * self.n_blocks
+        with amx.tile_registers(k, used=True), k.when(self.tokens > 0), k.parallel_for(items) as self.item:
             m_block = self._begin_item()
             _, self.next_n = block_of_item(self.item + 1, self.config, self.m_blocks, self.n_blocks)
             with k.loop(0, self.tokens, self.chunk) as self.t:
@@ -275,7 +273,6 @@ class AmxWgrad(WgradMainloop):
                 self.several = self.end - self.t > amx.KC
                 with k.loop(self.k0, self.k1, self.nr) as self.col, k.loop(self.t, self.end, amx.KC) as token:
                     self._multiply_panel(token)
-        amx.release(k)
 
     def _pack_a(self, m_block) -> None:
         """Pack the item's columns of dy, tokens [t, end), unless the item before had the same."""
@@ -305,8 +302,7 @@ class AmxWgrad(WgradMainloop):
         self.b_panels.commit()
 
     def _pack_next(self, token, is_last_k, steps) -> None:
-        """Begin to pack the panel that follows: of the next KC block, else of the next columns, else of the next chunk, else of the
-        next item. `steps`: of each micro-kernel."""
+        """Begin to pack the panel of the next KC block, else columns, else chunk, else item. `steps`: of each micro-kernel."""
         k, t, col = self.k, self.t, self.col
         more_chunks = t + self.chunk < self.tokens
         exists = self.item + 1 < self.m_blocks * self.n_blocks
