@@ -69,29 +69,48 @@ class Case(ABC):
 
 
 class GemmCase(Case):
-    """A GEMM with a weight (N, K), by its transposes, with the problem's epilogue."""
+    """A GEMM with a weight (N, K), by its transposes, with the problem's epilogue.
+
+    The result is (tokens, N) for "nt", (tokens, K) for "nn", (N, K) for "tn"; the depth is what is left of the three. `added`:
+    whether the result is added to what `out` holds before the run."""
 
     def __init__(self, problem: GemmProblem) -> None:
-        """Declare the operands that this problem's operation and epilogue need."""
+        """Declare the operands and the results. The sizes tried include one token and partial tiles."""
         super().__init__("fp32" if problem.dtype == "tf32" else problem.dtype)
-        self.problem, kind, tokens = problem, self.compute, problem.tokens
-        seq, operation, epilogue = (Dim("batch", 1), Dim("seq", tokens)), problem.operation, problem.epilogue
-        # The result is (tokens, N), (tokens, K) or (N, K), and the depth is what is left of the three.
-        columns = {"nt": (problem.cols, problem.depth), "nn": (problem.depth, problem.cols)}
-        N, K = columns.get(operation, (problem.rows, problem.cols))
-        given = {
-            "dy": ((*seq, N), kind, operation != "nt"), "x": ((*seq, K), kind, operation != "nn"),
-            "weight": ((N, K), kind, operation != "tn"), "bias": ((N,), "fp32", epilogue in (*ACTIVATIONS, "residual")),
-            "residual": ((*seq, N), "fp32", epilogue == "residual"), "pre": ((*seq, problem.cols), kind, epilogue in SLOPES),
-            "out": ((N, K), "fp32", operation == "tn"),
-        }  # fmt: skip
-        for name, (shape, dtype, needed) in given.items():
-            if needed:
-                self.give(name, shape, dtype)
-        self.added = epilogue in ("add", "start")
+        self.problem = problem
+        self.added = problem.epilogue in ("add", "start")
         self.scalars = {"accumulate": int(self.added)}
-        self.outputs = ({"pre": N} if epilogue in ACTIVATIONS else {}) | {"out": problem.cols}
+        self._declare_operands()
+        self.outputs = {"out": problem.cols}
+        if problem.epilogue in ACTIVATIONS:
+            self.outputs = {"pre": problem.cols, "out": problem.cols}
+        tokens = problem.tokens
         self.runs = [Sizes(1, count) for count in sorted({1, min(37, tokens), max(1, tokens - 1), tokens})]
+
+    def _declare_operands(self) -> None:
+        """Declare the tensors that this operation and this epilogue read, and dweight, which "tn" adds to."""
+        problem, operation, epilogue = self.problem, self.problem.operation, self.problem.epilogue
+        tokens = (Dim("batch", 1), Dim("seq", problem.tokens))
+        weight_shape = {
+            "nt": (problem.cols, problem.depth),
+            "nn": (problem.depth, problem.cols),
+            "tn": (problem.rows, problem.cols),
+        }
+        N, K = weight_shape[operation]
+        if operation != "nt":
+            self.give("dy", (*tokens, N), self.compute)
+        if operation != "nn":
+            self.give("x", (*tokens, K), self.compute)
+        if operation != "tn":
+            self.give("weight", (N, K), self.compute)
+        if epilogue in (*ACTIVATIONS, "residual"):
+            self.give("bias", (N,), "fp32")
+        if epilogue == "residual":
+            self.give("residual", (*tokens, N), "fp32")
+        if epilogue in SLOPES:
+            self.give("pre", (*tokens, problem.cols), self.compute)
+        if operation == "tn":
+            self.give("out", (N, K), "fp32")
 
     def program(self) -> Program:
         """The op and what its epilogue fuses, as primitive ops; "tn" writes `out` directly."""
@@ -104,12 +123,14 @@ class GemmCase(Case):
             out = p.apply(ops.MatmulDx, dy=t["dy"], weight=t["weight"]).dx
         else:
             out = p.apply(ops.Matmul, x=t["x"], weight=t["weight"]).y
-            out = p.apply(ops.Bias, x=out, bias=t["bias"]).y if "bias" in t else out
-            if problem.epilogue in ACTIVATIONS:
-                p.output("pre", out)
-                out = p.activate(out, problem.epilogue)
-            out = p.apply(ops.Add, a=t["residual"], b=out).y if "residual" in t else out
-        if problem.epilogue in SLOPES:
+        if "bias" in t:
+            out = p.apply(ops.Bias, x=out, bias=t["bias"]).y
+        if problem.epilogue in ACTIVATIONS:
+            p.output("pre", out)
+            out = p.activate(out, problem.epilogue)
+        elif problem.epilogue == "residual":
+            out = p.apply(ops.Add, a=t["residual"], b=out).y
+        elif problem.epilogue in SLOPES:
             out = p.apply(SLOPES[problem.epilogue].backward, dy=out, x=t["pre"]).dx
         p.output("out", out)
         return p
@@ -118,35 +139,127 @@ class GemmCase(Case):
         return self.problem.rows if self.problem.operation == "tn" else sizes.tokens
 
     def hold(self, read: Read, sizes: Sizes) -> None:
-        """Compare with the float64 GEMM and its epilogue; bounds allow for TF32's rounding and tensor cores' truncated sums."""
+        """Compare sampled rows and columns with the float64 GEMM and its epilogue."""
         problem = self.problem
-        rows, cols = at = _sampled(self.rows("out", sizes)), _sampled(problem.cols)
+        rows = _sampled(self.rows("out", sizes))
+        cols = _sampled(problem.cols)
+        left, right = self._factors(rows, cols, sizes)
 
-        def tensor_of(name: str) -> np.ndarray:
-            a = self.given[name]
-            return a[0, : sizes.seq] if a.ndim == 3 else a
-
-        def operand(epilogue: str) -> np.ndarray:
+        def epilogue_operand(epilogue: str) -> np.ndarray:
+            """The sampled elements of what an epilogue reads."""
             if epilogue == "bias":
-                return tensor_of("bias")[cols]
-            return tensor_of("pre" if epilogue in SLOPES else "out" if self.added else epilogue)[np.ix_(*at)]
+                return self.given["bias"][cols]
+            name = "pre" if epilogue in SLOPES else "out" if self.added else epilogue
+            return self._of_run(name, sizes)[np.ix_(rows, cols)]
 
-        if problem.operation == "nt":
-            left, right = tensor_of("x")[rows], tensor_of("weight")[cols].T
-        elif problem.operation == "nn":
-            left, right = tensor_of("dy")[rows], tensor_of("weight")[:, cols]
-        else:
-            left, right = tensor_of("dy")[:, rows].T, tensor_of("x")[:, cols]
-        epilogues = ["bias"] * ("bias" in self.given) + [problem.epilogue] * bool(problem.epilogue)
-        results = harness.gemm_reference(left, right, epilogues, operand, SLOPE_ERROR)
-        rounded = 2.0**-9 if problem.dtype == "tf32" else 0.0  # of the operands
-        left, right = (a.astype(np.float64) for a in (left, right))
-        # Tensor cores cut a sum off after each CUT_DEPTH of K, towards zero (Fasi et al. 2021): of 32,767 products an H200's sums
-        # are 1e-4 short.
-        cuts = 0.0 if problem.dtype == "fp32" else ceil_div(left.shape[1], CUT_DEPTH) * EPS
-        more = rounded * (np.abs(left) @ np.abs(right)) + cuts * (np.abs(left @ right) + np.sqrt(left**2 @ right**2))
+        epilogues = ["bias"] if "bias" in self.given else []
+        if problem.epilogue:
+            epilogues.append(problem.epilogue)
+        results = harness.gemm_reference(left, right, epilogues, epilogue_operand, SLOPE_ERROR)
+        allowance = self._tensor_core_error(left, right)
         for name, (want, bound) in results.items():
-            self.compare(name, read(name, rows)[:, cols], want, bound + more, at, sizes)
+            self.compare(name, read(name, rows)[:, cols], want, bound + allowance, (rows, cols), sizes)
+
+    def _of_run(self, name: str, sizes: Sizes) -> np.ndarray:
+        """A given tensor as a matrix: of an activation (1, tokens, columns) the tokens of a run of these sizes."""
+        a = self.given[name]
+        return a[0, : sizes.seq] if a.ndim == 3 else a
+
+    def _factors(self, rows: np.ndarray, cols: np.ndarray, sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
+        """The factors (rows, depth) and (depth, cols) whose product is the result at these rows and columns."""
+        if self.problem.operation == "nt":
+            return self._of_run("x", sizes)[rows], self.given["weight"][cols].T
+        dy = self._of_run("dy", sizes)
+        if self.problem.operation == "nn":
+            return dy[rows], self.given["weight"][:, cols]
+        return dy[:, rows].T, self._of_run("x", sizes)[:, cols]
+
+    def _tensor_core_error(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """How far tensor cores may be from the float64 product, besides what `harness.gemm_reference` allows: by the rounding of
+        operands to TF32, and because they cut a sum off after each CUT_DEPTH of K, towards zero (Fasi et al. 2021): of 32,767
+        products an H200's sums are 1e-4 short."""
+        a, b = left.astype(np.float64), right.astype(np.float64)
+        rounding = 2.0**-9 if self.problem.dtype == "tf32" else 0.0
+        cuts = 0.0 if self.problem.dtype == "fp32" else ceil_div(left.shape[1], CUT_DEPTH) * EPS
+        return rounding * (np.abs(a) @ np.abs(b)) + cuts * (np.abs(a @ b) + np.sqrt(a**2 @ b**2))
+
+
+class SequenceReference:
+    """Causal attention of one sequence of a run in float64, forward and backward, a head at a time.
+
+    H query heads share G key heads, of D columns each; `length` T tokens. q (T, H, D), k, v (T, G, D) are what the run reads, and
+    for the backward pass dout, out (T, H, D) and the saved lse (H, T). Each result comes with its `size`, the sum of its terms'
+    magnitudes, which error bounds are relative to. `queries`, `keys`: positions in the sequence."""
+
+    def __init__(self, problem: AttentionProblem, given: dict[str, np.ndarray], sequence: int, length: int) -> None:
+        """`given`: the values of all sequences; a run whose sequences are shorter finds them packed at the start of the memory."""
+        self.problem, self.sequence, self.length = problem, sequence, length
+        self.heads, self.kv_heads = problem.heads, problem.kv_heads or problem.heads
+        self.group_size = self.heads // self.kv_heads
+        self.scale = 1 / sqrt(problem.head)
+
+        def of_sequence(name: str) -> np.ndarray:
+            """(T, heads, D)"""
+            elements = length * given[name].shape[-1]
+            flat = given[name].reshape(-1)[sequence * elements : (sequence + 1) * elements]
+            return flat.reshape(length, -1, problem.head).astype(np.float64)
+
+        self.q, self.k, self.v = np.split(of_sequence("qkv"), [self.heads, self.heads + self.kv_heads], axis=1)
+        if "dout" in given:
+            self.dout, self.out = of_sequence("dout"), of_sequence("out")
+            lse = given["lse"].reshape(-1)[sequence * self.heads * length :]
+            self.lse = lse[: self.heads * length].reshape(self.heads, length).astype(np.float64)
+
+    def masked_scores(self, head: int, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Scaled scores (queries, keys) of a query head, -inf where a key is after its query."""
+        k = self.k[keys, head // self.group_size]
+        return np.where(keys <= queries[:, None], self.q[queries, head] @ k.T * self.scale, -np.inf)
+
+    def dropout_multipliers(self, head: int, queries: np.ndarray, keys: np.ndarray) -> np.ndarray | float:
+        """What dropout multiplies the probabilities (queries, keys) of a query head by; 1 without it."""
+        if not self.problem.dropout:
+            return 1.0
+        rows, sample = queries * self.heads + head, SCALARS["sample"] + self.sequence
+        return keep(SCALARS["seed"], SCALARS["step"], sample, STREAM, rows, int(keys[-1]) + 1, RATE)[:, keys]
+
+    def forward(self, head: int, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(out (queries, D), its size, lse (queries, 1)) of a query head."""
+        keys = np.arange(self.length)
+        v = self.v[:, head // self.group_size]
+        s = self.masked_scores(head, queries, keys)
+        top = s.max(1, keepdims=True)
+        lse = top + np.log(np.exp(s - top).sum(1, keepdims=True))
+        p = np.exp(s - lse) * self.dropout_multipliers(head, queries, keys)
+        return p @ v, p @ np.abs(v), lse
+
+    def score_gradients(self, head: int, queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(ds, its size, the probabilities after dropout), each (queries, keys), of a query head; ds is of the unscaled scores."""
+        p = np.exp(self.masked_scores(head, queries, keys) - self.lse[head, queries, None])
+        kept = self.dropout_multipliers(head, queries, keys)
+        dp = kept * (self.dout[queries, head] @ self.v[keys, head // self.group_size].T)
+        delta_terms = (self.dout * self.out)[queries, head]
+        ds = p * (dp - delta_terms.sum(1, keepdims=True)) * self.scale
+        size = p * (np.abs(dp) + np.abs(delta_terms).sum(1, keepdims=True)) * self.scale
+        return ds, size, p * kept
+
+    def dq(self, head: int, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(dq (queries, D), its size) of a query head."""
+        k = self.k[:, head // self.group_size]
+        ds, size, _ = self.score_gradients(head, queries, np.arange(self.length))
+        return ds @ k, size @ np.abs(k)
+
+    def dkv(self, kv_head: int, keys: np.ndarray) -> dict[str, np.ndarray]:
+        """dk and dv (keys, D) of a key head with their sizes: sums over the query heads that share it."""
+        queries = np.arange(self.length)
+        sums = {name: np.zeros((len(keys), self.problem.head)) for name in ("dk", "dk size", "dv", "dv size")}
+        for head in range(kv_head * self.group_size, (kv_head + 1) * self.group_size):
+            q, dout = self.q[:, head], self.dout[:, head]
+            ds, size, p = self.score_gradients(head, queries, keys)
+            sums["dk"] += ds.T @ q
+            sums["dk size"] += size.T @ np.abs(q)
+            sums["dv"] += p.T @ dout
+            sums["dv size"] += p.T @ np.abs(dout)
+        return sums
 
 
 class AttentionCase(Case):
@@ -155,19 +268,21 @@ class AttentionCase(Case):
     def __init__(self, problem: AttentionProblem) -> None:
         """Declare qkv, and for the backward pass out, dout and lse. The sizes tried include one token and partial blocks."""
         super().__init__(problem.dtype)
-        self.problem, B, T = problem, Dim("batch", problem.batch), Dim("seq", problem.seq)
-        H, D, kind, self.forward = problem.heads, problem.head, problem.dtype, problem.operation == "forward"
-        self.kv_heads = problem.kv_heads or H
-        self.widths = H * D, self.kv_heads * D, self.kv_heads * D  # of q, k, v, side by side
-        self.give("qkv", (B, T, sum(self.widths)), kind)
+        self.problem = problem
+        self.forward = problem.operation == "forward"
+        self.kv_heads = problem.kv_heads or problem.heads
+        batch, seq = Dim("batch", problem.batch), Dim("seq", problem.seq)
+        width, kv_width = problem.heads * problem.head, self.kv_heads * problem.head
+        self.widths = width, kv_width, kv_width  # of q, k, v, side by side
+        self.give("qkv", (batch, seq, sum(self.widths)), self.compute)
         if not self.forward:
-            self.give("out", (B, T, H * D), kind)
-            self.give("dout", (B, T, H * D), kind)
-            self.give("lse", (B, H, T), "fp32")
+            self.give("out", (batch, seq, width), self.compute)
+            self.give("dout", (batch, seq, width), self.compute)
+            self.give("lse", (batch, problem.heads, seq), "fp32")
         self.scalars = SCALARS if problem.dropout else {}
-        self.outputs = {"out": H * D, "lse": 1} if self.forward else {"dqkv": sum(self.widths)}
-        sizes = {(1, 1), (1, min(37, problem.seq)), (problem.batch, max(1, problem.seq - 1))}
-        self.runs = [Sizes(*pair) for pair in sorted(sizes | {(problem.batch, problem.seq)})]
+        self.outputs = {"out": width, "lse": 1} if self.forward else {"dqkv": sum(self.widths)}
+        sizes = {(1, 1), (1, min(37, problem.seq)), (problem.batch, max(1, problem.seq - 1)), (problem.batch, problem.seq)}
+        self.runs = [Sizes(*pair) for pair in sorted(sizes)]
 
     @cached_property
     def given(self) -> dict[str, np.ndarray]:
@@ -197,67 +312,30 @@ class AttentionCase(Case):
         return sizes.tokens * (self.problem.heads if output == "lse" else 1)
 
     def hold(self, read: Read, sizes: Sizes) -> None:
-        """The first head of the first sequence, the last of the last."""
-        for sequence, head in {(0, 0), (sizes.batch - 1, self.problem.heads - 1)}:
-            self._hold_head(read, sizes, sequence, head)
+        """Compare the first head of the first sequence and the last head of the last one, at sampled queries (or keys, for dk and
+        dv), with float64 attention."""
+        heads, sampled = self.problem.heads, _sampled(sizes.seq)
+        for sequence, head in {(0, 0), (sizes.batch - 1, heads - 1)}:
+            reference = SequenceReference(self.problem, self.given, sequence, sizes.seq)
 
-    def _hold_head(self, read: Read, sizes: Sizes, sequence: int, head: int) -> None:
-        """Compare one head of one sequence with float64 attention, on sampled queries (or keys, for dk and dv): for the forward
-        pass out and lse, else the gradients. Error bounds are relative to the sums of the terms' magnitudes. `read(name, rows)`:
-        rows of a result; `head`: a query head, whose group shares a key head. Wrong where a value is off."""
-        T, D, H, G = sizes.seq, self.problem.head, self.problem.heads, self.kv_heads
-        group, sampled = head // (H // G), _sampled(T)
-        queries, keys = (np.arange(T), sampled) if self.problem.operation == "keys" else (sampled, np.arange(T))
+            def compare(output: str, name: str, head_column: int, want: np.ndarray, size: np.ndarray, sequence=sequence) -> None:
+                """`name`: what it is called in a message; head_column: which D columns of the output's rows it is."""
+                columns = np.arange(self.problem.head) + head_column * self.problem.head
+                found = read(output, sequence * sizes.seq + sampled)[:, columns]
+                self.compare(name, found, want, ATTENTION[self.problem.dtype] * size + EPS, (sampled, columns), sizes)
 
-        def tensor_of(name: str) -> np.ndarray:
-            """(T, heads, D) of this sequence, as a run of these sizes finds it."""
-            flat, columns = self.given[name].reshape(-1), self.given[name].shape[-1]
-            return flat[sequence * T * columns :][: T * columns].reshape(T, -1, D).astype(np.float64)
-
-        qkv, scale = tensor_of("qkv"), 1 / sqrt(D)
-        k, v = qkv[:, H + group], qkv[:, H + G + group]
-
-        def probabilities(h: int, lse: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
-            """(probabilities, log-sum-exp of each row, multipliers of dropout) of head h; `lse`: the saved one, None: computed."""
-            s = np.where(keys <= queries[:, None], qkv[queries, h] @ k[keys].T * scale, -np.inf)
-            top = s.max(1, keepdims=True)
-            logs = top + np.log(np.exp(s - top).sum(1, keepdims=True)) if lse is None else lse
-            return np.exp(s - logs), logs, self._kept(queries, keys, sequence, h)
-
-        def compare(name: str, output: str, at: int, want: np.ndarray, size: np.ndarray) -> None:
-            """`at`: which D columns of the output's rows."""
-            columns = np.arange(D) + at * D
-            got = read(output, sequence * T + sampled)[:, columns]
-            self.compare(name, got, want, ATTENTION[self.problem.dtype] * size + EPS, (sampled, columns), sizes)
-
-        if self.forward:
-            p, lse, kept = probabilities(head)
-            compare("out", "out", head, p * kept @ v, p * kept @ np.abs(v))
-            got = read("lse", (sequence * H + head) * T + sampled)
-            self.compare("lse", got, lse, 2.0**-16 * (1 + np.abs(lse)), (sampled, [head]), sizes)
-            return
-        dout, out, lse = tensor_of("dout"), tensor_of("out"), self.given["lse"].reshape(-1)[sequence * H * T :][: H * T]
-        dk, dk_size, dv, dv_size = np.zeros((4, len(sampled), D))
-        for h in range(group * (H // G), (group + 1) * (H // G)) if self.problem.operation == "keys" else (head,):
-            p, _, kept = probabilities(h, lse.reshape(H, T)[h, queries, None].astype(np.float64))
-            q, do, delta = qkv[queries, h], dout[queries, h], (dout * out)[queries, h]
-            dp = kept * (do @ v[keys].T)
-            ds = p * (dp - delta.sum(1, keepdims=True)) * scale
-            size = p * (np.abs(dp) + np.abs(delta).sum(1, keepdims=True)) * scale
-            if self.problem.operation == "queries":
-                compare("dq", "dqkv", head, ds @ k, size @ np.abs(k))
-                return
-            dk, dk_size = dk + ds.T @ q, dk_size + size.T @ np.abs(q)
-            dv, dv_size = dv + (p * kept).T @ do, dv_size + (p * kept).T @ np.abs(do)
-        compare("dk", "dqkv", H + group, dk, dk_size)
-        compare("dv", "dqkv", H + G + group, dv, dv_size)
-
-    def _kept(self, queries: np.ndarray, keys: np.ndarray, sequence: int, head: int) -> np.ndarray | float:
-        """The multipliers of dropout, 1 without it."""
-        if not self.problem.dropout:
-            return 1.0
-        rows, sample = queries * self.problem.heads + head, SCALARS["sample"] + sequence
-        return keep(SCALARS["seed"], SCALARS["step"], sample, STREAM, rows, int(keys[-1]) + 1, RATE)[:, keys]
+            if self.forward:
+                out, size, lse = reference.forward(head, sampled)
+                compare("out", "out", head, out, size)
+                found = read("lse", (sequence * heads + head) * sizes.seq + sampled)
+                self.compare("lse", found, lse, 2.0**-16 * (1 + np.abs(lse)), (sampled, [head]), sizes)
+            elif self.problem.operation == "queries":
+                compare("dqkv", "dq", head, *reference.dq(head, sampled))
+            else:
+                kv_head = head // reference.group_size
+                sums = reference.dkv(kv_head, sampled)
+                compare("dqkv", "dk", heads + kv_head, sums["dk"], sums["dk size"])
+                compare("dqkv", "dv", heads + self.kv_heads + kv_head, sums["dv"], sums["dv size"])
 
 
 def _sampled(count: int) -> np.ndarray:
