@@ -37,8 +37,9 @@ from barellm.cuda.kernels.attention.attention_mask import (
     score_unit,
     soft_cap,
     softmax_scale,
+    starts_of_sequence,
 )
-from barellm.cuda.kernels.attention.attention_tiles import kv_pointer, load_rows, store_rows
+from barellm.cuda.kernels.attention.attention_tiles import kv_rows, load_rows, store_rows
 from barellm.cuda.kernels.common import SAMPLE, axis_size
 from barellm.cuda.kernels.pointwise.random import calls, sample_key, words
 from barellm.cuda.lang import constant, device, tl
@@ -66,6 +67,25 @@ def dropout_mask(key, head, m0, n0, H, BM, BN, THRESHOLD):
 
 
 @device
+def dropout_key(scalars, sequence, stream, DROPOUT):
+    """The Threefry key of a sequence's dropout, from the run's seed and step; (0, 0), which nobody reads, without dropout."""
+    key = (0, 0)
+    if DROPOUT[0] > 0:
+        key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
+    return key
+
+
+@device
+def online_softmax(s, row_max, row_sum, unit):
+    """One step of the online softmax: (p, rescale, new maximum, new sum) of a block of scores s (BM, BN). p = exp2(s unit - new
+    maximum); what was summed with the old maximum, rows of a block of outputs too, is to be multiplied by `rescale` (BM,)."""
+    new_max = tl.maximum(row_max, tl.max(s, 1) * unit)
+    p = tl.math.exp2(s * unit - new_max[:, None])
+    rescale = tl.math.exp2(row_max - new_max)
+    return p, rescale, new_max, row_sum * rescale + tl.sum(p, 1)
+
+
+@device
 def online_softmax_loop(
     acc, row_sum, row_max, q, k_rows, v_rows, m0, begin, end, count, first_key, scale_log2, key, head,
     MASK, CAP, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
@@ -86,15 +106,11 @@ def online_softmax_loop(
         s = apply_mask(s, query, key_position, count, MASK, float("-inf"))
         if first_key is not None:
             s = tl.where(first_key[:, None] <= key_position, s, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(s, 1) * unit)
-        p = tl.math.exp2(s * unit - new_max[:, None])  # row_max has the unit, too
-        rescale = tl.math.exp2(row_max - new_max)  # of what was summed with the old maximum
-        row_sum = row_sum * rescale + tl.sum(p, 1)
+        p, rescale, row_max, row_sum = online_softmax(s, row_max, row_sum, unit)
         if DROPOUT[0] > 0:
             p = tl.where(dropout_mask(key, head, m0, n0, H, BM, BN, DROPOUT[0]), p * DROPOUT[1], 0.0)
         v = load_rows(v_rows, n0, count, STRIDES[2], BN, D, DP, PAIR_STRIDE)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-        row_max = new_max
     return acc, row_sum, row_max
 
 
@@ -115,36 +131,37 @@ def attention_forward(
     PAIR_STRIDE: tl.constexpr = (FOLD - 1) * (H // GROUP_SIZE) * D  # of k and v
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM  # the last block of queries first
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
-    token0, kv_column = sequence.to(tl.int64) * (seq // FOLD), head // GROUP_SIZE * D
-    k = kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + kv_column
-    v = kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + kv_column
-    key = (0, 0)  # of dropout
-    if DROPOUT[0] > 0:
-        key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
+    # The sequence's rows of this head, and the block of queries, which stays in registers.
+    token0 = sequence.to(tl.int64) * (seq // FOLD)
+    kv_column = head // GROUP_SIZE * D
+    k_rows, v_rows = kv_rows(q, k, v, token0, kv_column, STRIDES, OFFSETS)
+    key = dropout_key(scalars, sequence, stream, DROPOUT)
     scale_log2 = softmax_scale(scalars, SCALE_LOG2, SCALE_AT, LOG2_E)
     queries = load_rows(q + token0 * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP, (FOLD - 1) * C)
     acc, row_sum = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
-    begin, first_key = 0, None  # of the keys that the block of queries sees
+    # The first key that the block of queries sees, and that each query sees (None: all from 0 on).
+    begin, first_key = 0, None
     if LOCAL:
-        if starts is not None:
-            starts += sequence.to(tl.int64) * (seq // FOLD)
+        starts = starts_of_sequence(starts, sequence, seq, FOLD)
         begin = first_visible_key(starts, scalars, m0, WINDOW, FOLD) // BN * BN
         first_key = first_visible_key(starts, scalars, tl.minimum(m0 + tl.arange(0, BM), seq - 1), WINDOW, FOLD)
         row_max = tl.full((BM,), LOWEST, tl.float32)
     else:
         row_max = tl.full((BM,), float("-inf"), tl.float32)
-    stop = seq  # keys [begin, stop) of the second loop
+    # Keys before the block's first query, if causal, without a mask; then keys [begin, stop) with one.
+    stop = seq
     if CAUSAL:
         acc, row_sum, row_max = online_softmax_loop(
-            acc, row_sum, row_max, queries, k, v, m0, begin, m0, seq, first_key, scale_log2, key, head,
+            acc, row_sum, row_max, queries, k_rows, v_rows, m0, begin, m0, seq, first_key, scale_log2, key, head,
             "none", CAP, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
         )  # fmt: skip
         begin, stop = m0, min(m0 + BM, seq)
     acc, row_sum, row_max = online_softmax_loop(
-        acc, row_sum, row_max, queries, k, v, m0, begin, stop, seq, first_key, scale_log2, key, head,
+        acc, row_sum, row_max, queries, k_rows, v_rows, m0, begin, stop, seq, first_key, scale_log2, key, head,
         "causal" if CAUSAL else "length", CAP, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
     )  # fmt: skip
-    m = m0 + tl.arange(0, BM)  # the block's queries
+    # Write lse and out.
+    m = m0 + tl.arange(0, BM)
     tl.store(lse + tl.program_id(1).to(tl.int64) * seq + m, (row_max + tl.math.log2(row_sum)) * LN_2, mask=m < seq)
     out_rows = out + sequence.to(tl.int64) * seq * C + head * D
     store_rows(out_rows, m0, seq, acc / row_sum[:, None], D, scalars, 0, C, BM, DP)

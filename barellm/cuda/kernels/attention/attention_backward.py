@@ -19,6 +19,7 @@ from barellm.cuda.kernel import Lowering, lowering, mode
 from barellm.cuda.kernels.attention.attention import (
     config_of,
     constants_of,
+    dropout_key,
     dropout_mask,
     grid_of,
     head_sizes,
@@ -33,12 +34,19 @@ from barellm.cuda.kernels.attention.attention_mask import (
     score_unit,
     soft_cap,
     softmax_scale,
+    starts_of_sequence,
     visible_queries_end,
 )
-from barellm.cuda.kernels.attention.attention_tiles import dot_over_columns, kv_pointer, load_columns, load_rows, store_rows
+from barellm.cuda.kernels.attention.attention_tiles import (
+    dot_over_columns,
+    kv_pointer,
+    kv_rows,
+    load_columns,
+    load_rows,
+    store_rows,
+)
 from barellm.cuda.kernels.attention.hopper_attention_backward import STATS, launch_hopper_backward
-from barellm.cuda.kernels.common import SAMPLE, axis_size
-from barellm.cuda.kernels.pointwise.random import sample_key
+from barellm.cuda.kernels.common import axis_size
 from barellm.cuda.lang import device, tl
 from barellm.program.integers import ceil_div
 
@@ -61,8 +69,7 @@ def attention_stats(stats, out, dout, lse, starts, scalars, seq, H, D, DP, LOCAL
     tl.store(stats_ptrs, tl.load(lse + first_row + m, mask=m < seq, other=0.0) * LOG2_E, mask=m < seq)
     tl.store(stats_ptrs + 1, tl.sum(out_block.to(tl.float32) * dout_block.to(tl.float32), 1), mask=m < seq)
     if LOCAL:
-        if starts is not None:
-            starts += sequence.to(tl.int64) * (seq // FOLD)
+        starts = starts_of_sequence(starts, sequence, seq, FOLD)
         first_key = first_visible_key(starts, scalars, tl.minimum(m, seq - 1), WINDOW, FOLD)
         tl.store(stats_ptrs + 2, first_key.to(tl.float32), mask=m < seq)
 
@@ -81,23 +88,27 @@ def load_query_stats(stats, m0, count, LOCAL, BM):
 
 @device
 def add_dkv_of_queries(
-    dk, dv, k, v, q_rows, k_rows, v_rows, dout, stats, m0, n0, count, first, scale_log2, key, head,
+    dk, dv, keys, values, rows, m0, n0, count, first, scale_log2, key, head,
     CAUSAL, LOCAL, CAP, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDES, DC, BM, BN,
 ):  # fmt: skip
     """Add the part of BM queries (from m0 on) to the gradients of BN keys (from n0 on): dv += p dout and dk += ds q, with p =
     exp(k q^T - lse), dp = v dout^T, ds = p (dp - delta). Scores are transposed, (BN, BM), so no operand of a matmul must change its
     layout. Returns dk, dv (BN, DC) fp32, in registers: the DC of D columns from `first` on.
 
-    k, v: blocks (BN, DP) in registers; None where DC < DP, and the dot products load k_rows and v_rows again in steps of DC
-    columns. q_rows, dout, stats: pointers to the head's rows in the sequence. Queries beyond `count` are zeros and add nothing."""
+    keys, values: blocks (BN, DP) in registers; None where DC < DP, and the dot products load k_rows and v_rows again in steps of
+    DC columns. rows = (q_rows, k_rows, v_rows, dout, stats): pointers to the head's rows in the sequence. Queries beyond `count`
+    are zeros and add nothing."""
+    q_rows, k_rows, v_rows, dout, stats = rows
     C: tl.constexpr = H * D
     m = m0 + tl.arange(0, BM)  # queries
+    # Scores s, from blocks of DP columns, or in steps of DC.
     if DC == DP:
         q = load_rows(q_rows, m0, count, STRIDES[0], BM, D, DP, PAIR_STRIDES[0])
-        s = tl.dot(k, tl.trans(q), input_precision="ieee")
+        s = tl.dot(keys, tl.trans(q), input_precision="ieee")
     else:
         q = load_columns(q_rows + first, m0, count, D - first, STRIDES[0], BM, DC, PAIR_STRIDES[0])
         s = dot_over_columns(k_rows, q_rows, n0, m0, count, STRIDES[1], STRIDES[0], PAIR_STRIDES[1], PAIR_STRIDES[0], BN, BM, D, DC)
+    # p, masked.
     lse, delta, first_key = load_query_stats(stats, m0, count, LOCAL, BM)
     if CAP > 0:
         s = soft_cap(s, scale_log2, CAP)
@@ -107,16 +118,18 @@ def add_dkv_of_queries(
         p = tl.where(m[None, :] >= n, p, 0.0)
     if LOCAL:
         p = tl.where(first_key[None, :] <= n, p, 0.0)
+    # Their gradient dp, and both with dropout.
     if DC == DP:
         dout_block = load_rows(dout, m0, count, C, BM, D, DP)
-        dp = tl.dot(v, tl.trans(dout_block), input_precision="ieee")
+        dp = tl.dot(values, tl.trans(dout_block), input_precision="ieee")
     else:
         dout_block = load_columns(dout + first, m0, count, D - first, C, BM, DC)
         dp = dot_over_columns(v_rows, dout, n0, m0, count, STRIDES[2], C, PAIR_STRIDES[1], 0, BN, BM, D, DC)
     p_dropped = p  # what v was multiplied by
     if DROPOUT[0] > 0:
         kept = tl.trans(dropout_mask(key, head, m0, n0, H, BM, BN, DROPOUT[0]))
-        p_dropped, dp = tl.where(kept, p * DROPOUT[1], 0.0), tl.where(kept, dp * DROPOUT[1], 0.0)
+        p_dropped = tl.where(kept, p * DROPOUT[1], 0.0)
+        dp = tl.where(kept, dp * DROPOUT[1], 0.0)
     dv = tl.dot(p_dropped.to(dout_block.dtype), dout_block, dv, input_precision="ieee")
     ds = p * (dp - delta[None, :])  # of p before dropout: its multipliers are in dp
     if CAP > 0:
@@ -147,54 +160,56 @@ def attention_dkv(
     K_PAIR_STRIDE: tl.constexpr = (FOLD - 1) * G * D
     PAIR_STRIDES: tl.constexpr = ((FOLD - 1) * C, K_PAIR_STRIDE)
     token0 = sequence.to(tl.int64) * (seq // FOLD)
+    # Pointers to the sequence's rows of the group, and its keys and values in registers.
     first = 0  # column of the program's chunk
     if DC < DP:
         first = tl.program_id(2) * DC
-    k = kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + group * D
-    v = kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + group * D
+    k_rows = kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + group * D
+    v_rows = kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + group * D
     q += token0 * STRIDES[0] + group * (GROUP_SIZE * D)
     dout += sequence.to(tl.int64) * seq * C + group * (GROUP_SIZE * D)
     stats += STATS * (tl.program_id(1).to(tl.int64) * GROUP_SIZE * seq)  # of the group's first query head
-    key = (0, 0)
-    if DROPOUT[0] > 0:
-        key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
+    key = dropout_key(scalars, sequence, stream, DROPOUT)
     scale_log2 = softmax_scale(scalars, SCALE_LOG2, SCALE_AT, LOG2_E)
     keys, values = None, None
     if DC == DP:
-        keys = load_rows(k, n0, seq, STRIDES[1], BN, D, DP, K_PAIR_STRIDE)
-        values = load_rows(v, n0, seq, STRIDES[2], BN, D, DP, K_PAIR_STRIDE)
+        keys = load_rows(k_rows, n0, seq, STRIDES[1], BN, D, DP, K_PAIR_STRIDE)
+        values = load_rows(v_rows, n0, seq, STRIDES[2], BN, D, DP, K_PAIR_STRIDE)
     k_sum, v_sum = tl.zeros((BN, DC), tl.float32), tl.zeros((BN, DC), tl.float32)
-    begin, stop = 0, seq  # queries that see any of the keys
+    # The queries that see any of the keys: [begin, stop).
+    begin, stop = 0, seq
     if CAUSAL:
         begin = n0 // BM * BM  # queries before the first key do not see it
     if LOCAL:
-        if starts is not None:
-            starts += sequence.to(tl.int64) * (seq // FOLD)
+        starts = starts_of_sequence(starts, sequence, seq, FOLD)
         stop = visible_queries_end(starts, scalars, tl.minimum(n0 + BN, seq) - 1, seq, WINDOW, FOLD)
     if GROUP_SIZE == 1:
+        rows = (q, k_rows, v_rows, dout, stats)
         masked_end = 0  # where the queries begin that see all of these keys
         if CAUSAL:
             masked_end = stop if LOCAL else min(tl.cdiv(n0 + BN, BM) * BM, seq)
             for m0 in range(begin, masked_end, BM):
                 k_sum, v_sum = add_dkv_of_queries(
-                    k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, scale_log2, key, group,
+                    k_sum, v_sum, keys, values, rows, m0, n0, seq, first, scale_log2, key, group,
                     True, LOCAL, CAP, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDES, DC, BM, BN,
                 )  # fmt: skip
         if not LOCAL:
             for m0 in range(masked_end, seq, BM):
                 k_sum, v_sum = add_dkv_of_queries(
-                    k_sum, v_sum, keys, values, q, k, v, dout, stats, m0, n0, seq, first, scale_log2, key, group,
+                    k_sum, v_sum, keys, values, rows, m0, n0, seq, first, scale_log2, key, group,
                     False, LOCAL, CAP, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDES, DC, BM, BN,
                 )  # fmt: skip
     else:
         count = tl.cdiv(stop - begin, BM)  # blocks of queries of one head
         for i in range(0, GROUP_SIZE * count):
-            group_head, m0 = i // count, begin + i % count * BM  # `group_head`: query head of the group
+            group_head = i // count  # query head of the group
+            m0 = begin + i % count * BM
+            head_rows = (q + group_head * D, k_rows, v_rows, dout + group_head * D, stats + STATS * (group_head * seq))
             k_sum, v_sum = add_dkv_of_queries(
-                k_sum, v_sum, keys, values, q + group_head * D, k, v, dout + group_head * D, stats + STATS * (group_head * seq),
-                m0, n0, seq, first, scale_log2, key, group * GROUP_SIZE + group_head,
+                k_sum, v_sum, keys, values, head_rows, m0, n0, seq, first, scale_log2, key, group * GROUP_SIZE + group_head,
                 CAUSAL, LOCAL, CAP, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDES, DC, BM, BN,
             )  # fmt: skip
+    # Both gradients, to this chunk of columns.
     scale = softmax_scale(scalars, SOFTMAX_SCALE, SCALE_AT, 1.0)
     column = group * D + first
     store_rows(
@@ -253,33 +268,31 @@ def attention_dq(
     PAIR_STRIDE: tl.constexpr = (FOLD - 1) * (H // GROUP_SIZE) * D
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM  # the last block of queries first
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
-    token0, first_row = sequence.to(tl.int64) * (seq // FOLD), tl.program_id(1).to(tl.int64) * seq  # in q, k, v; in stats
+    token0 = sequence.to(tl.int64) * (seq // FOLD)  # row of the sequence's first token in q, k, v
+    first_row = tl.program_id(1).to(tl.int64) * seq  # and of the head's first query in stats
     kv_column = head // GROUP_SIZE * D
-    k = kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + kv_column
-    v = kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + kv_column
-    key = (0, 0)
-    if DROPOUT[0] > 0:
-        key = sample_key(scalars, tl.load(scalars + SAMPLE) + sequence, stream)
+    k_rows, v_rows = kv_rows(q, k, v, token0, kv_column, STRIDES, OFFSETS)
+    key = dropout_key(scalars, sequence, stream, DROPOUT)
     scale_log2 = softmax_scale(scalars, SCALE_LOG2, SCALE_AT, LOG2_E)
     queries = load_rows(q + token0 * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP, Q_PAIR_STRIDE)
     do = load_rows(dout + sequence.to(tl.int64) * seq * C + head * D, m0, seq, C, BM, D, DP)
     lse, delta, first = load_query_stats(stats + STATS * first_row, m0, seq, LOCAL, BM)
     total = tl.zeros((BM, DP), tl.float32)
+    # The keys that the queries see: without a mask those before the block's first query, if causal, then the others.
     begin, first_key = 0, None
     if LOCAL:
         first_key = first
-        if starts is not None:
-            starts += sequence.to(tl.int64) * (seq // FOLD)
+        starts = starts_of_sequence(starts, sequence, seq, FOLD)
         begin = first_visible_key(starts, scalars, m0, WINDOW, FOLD) // BN * BN
     stop = seq  # keys [begin, stop) of the second loop
     if CAUSAL:
         total = add_dq_of_keys(
-            total, queries, do, k, v, lse, delta, m0, begin, m0, seq, first_key, scale_log2, key, head,
+            total, queries, do, k_rows, v_rows, lse, delta, m0, begin, m0, seq, first_key, scale_log2, key, head,
             "none", CAP, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
         )  # fmt: skip
         begin, stop = m0, min(m0 + BM, seq)
     total = add_dq_of_keys(
-        total, queries, do, k, v, lse, delta, m0, begin, stop, seq, first_key, scale_log2, key, head,
+        total, queries, do, k_rows, v_rows, lse, delta, m0, begin, stop, seq, first_key, scale_log2, key, head,
         "causal" if CAUSAL else "length", CAP, DROPOUT, H, D, DP, STRIDES, PAIR_STRIDE, BM, BN,
     )  # fmt: skip
     scale = softmax_scale(scalars, SOFTMAX_SCALE, SCALE_AT, 1.0)

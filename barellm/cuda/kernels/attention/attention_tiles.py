@@ -16,6 +16,14 @@ def kv_pointer(q, x, AT):
 
 
 @device
+def kv_rows(q, k, v, token0, column, STRIDES, OFFSETS):
+    """Pointers to a KV head's rows of k and v in a sequence: token0 is the sequence's first token, `column` the head's first."""
+    k_rows = kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + column
+    v_rows = kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + column
+    return k_rows, v_rows
+
+
+@device
 def row_pointers(base, first, row, d, STRIDE, PAIR_STRIDE):
     """Pointers (rows, columns) to the columns `d` of the rows first + row."""
     if PAIR_STRIDE > 0:

@@ -14,9 +14,17 @@ from typing import Any
 
 from barellm.cuda.attention_config import AttentionConfig
 from barellm.cuda.kernel import Lowering, lowering
-from barellm.cuda.kernels.attention.attention import LN_2, head_constants, head_sizes, masked_config_of, operands_of, options_of
+from barellm.cuda.kernels.attention.attention import (
+    LN_2,
+    head_constants,
+    head_sizes,
+    masked_config_of,
+    online_softmax,
+    operands_of,
+    options_of,
+)
 from barellm.cuda.kernels.attention.attention_mask import LOWEST
-from barellm.cuda.kernels.attention.attention_tiles import kv_pointer, load_rows, store_rows
+from barellm.cuda.kernels.attention.attention_tiles import kv_rows, load_rows, store_rows
 from barellm.cuda.kernels.attention.relative_position_bias import add_terms
 from barellm.cuda.kernels.common import axis_size
 from barellm.cuda.lang import device, tl
@@ -59,9 +67,9 @@ def block_sparse_attention_forward(
     C: tl.constexpr = H * D
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM  # the last block of queries first
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
-    token0, kv_column = sequence.to(tl.int64) * seq, head // GROUP_SIZE * D
-    k = kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + kv_column
-    v = kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + kv_column
+    token0 = sequence.to(tl.int64) * seq
+    kv_column = head // GROUP_SIZE * D
+    k_rows, v_rows = kv_rows(q, k, v, token0, kv_column, STRIDES, OFFSETS)
     queries = load_rows(q + token0 * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP)
     acc, row_sum = tl.zeros((BM, DP), tl.float32), tl.zeros((BM,), tl.float32)
     row_max = tl.full((BM,), LOWEST, tl.float32)
@@ -69,18 +77,15 @@ def block_sparse_attention_forward(
     begin, end = block_range(rows, head * (LISTS // H) + m0 // BLOCK, BLOCK, BN)
     for i in range(begin, end):
         n0, offset, kind = block_of(rows, i, BLOCK, LISTS, ENTRIES, BN)
-        s = tl.dot(queries, tl.trans(load_rows(k, n0, seq, STRIDES[1], BN, D, DP)), input_precision="ieee")
+        keys = load_rows(k_rows, n0, seq, STRIDES[1], BN, D, DP)
+        s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         if TERMS[1] > 0:
             s = add_terms(s, queries, relative + head * D, m0, n0, False, BN, TERMS, C, D, DP)
         visible = is_visible(masks, kind, query[:, None], (offset + tl.arange(0, BN))[None, :], BLOCK)
         s = tl.where(visible, s, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(s, 1) * SCALE_LOG2)
-        p = tl.math.exp2(s * SCALE_LOG2 - new_max[:, None])
-        rescale = tl.math.exp2(row_max - new_max)
-        row_sum = row_sum * rescale + tl.sum(p, 1)
-        values = load_rows(v, n0, seq, STRIDES[2], BN, D, DP)
+        p, rescale, row_max, row_sum = online_softmax(s, row_max, row_sum, SCALE_LOG2)
+        values = load_rows(v_rows, n0, seq, STRIDES[2], BN, D, DP)
         acc = tl.dot(p.to(values.dtype), values, acc * rescale[:, None], input_precision="ieee")
-        row_max = new_max
     m = m0 + tl.arange(0, BM)
     tl.store(lse + tl.program_id(1).to(tl.int64) * seq + m, (row_max + tl.math.log2(row_sum)) * LN_2, mask=m < seq)
     store_rows(out + token0 * C + head * D, m0, seq, acc / row_sum[:, None], D, None, 0, C, BM, DP)

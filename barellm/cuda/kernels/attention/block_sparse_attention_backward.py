@@ -12,7 +12,7 @@ from typing import Any
 from barellm.cuda.kernel import Lowering, lowering, mode
 from barellm.cuda.kernels.attention.attention import operands_of, options_of
 from barellm.cuda.kernels.attention.attention_backward import STATS, attention_stats, load_query_stats
-from barellm.cuda.kernels.attention.attention_tiles import kv_pointer, load_rows, store_rows
+from barellm.cuda.kernels.attention.attention_tiles import kv_pointer, kv_rows, load_rows, store_rows
 from barellm.cuda.kernels.attention.block_sparse_attention import (
     TABLES,
     block_of,
@@ -43,8 +43,10 @@ def block_sparse_attention_dkv(
     n0 = tl.program_id(0) * BN
     sequence, group = tl.program_id(1) // G, tl.program_id(1) % G
     token0 = sequence.to(tl.int64) * seq
-    keys = load_rows(kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + group * D, n0, seq, STRIDES[1], BN, D, DP)
-    values = load_rows(kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + group * D, n0, seq, STRIDES[2], BN, D, DP)
+    k_rows = kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + group * D
+    v_rows = kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + group * D
+    keys = load_rows(k_rows, n0, seq, STRIDES[1], BN, D, DP)
+    values = load_rows(v_rows, n0, seq, STRIDES[2], BN, D, DP)
     k_sum, v_sum = tl.zeros((BN, DP), tl.float32), tl.zeros((BN, DP), tl.float32)
     key = n0 % BLOCK + tl.arange(0, BN)  # in its block of the layout
     for group_head in range(0, GROUP_SIZE):  # query heads of the group
@@ -80,9 +82,9 @@ def block_sparse_attention_dq(
     C: tl.constexpr = H * D
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
-    token0, kv_column = sequence.to(tl.int64) * seq, head // GROUP_SIZE * D
-    k = kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + kv_column
-    v = kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + kv_column
+    token0 = sequence.to(tl.int64) * seq
+    kv_column = head // GROUP_SIZE * D
+    k_rows, v_rows = kv_rows(q, k, v, token0, kv_column, STRIDES, OFFSETS)
     queries = load_rows(q + token0 * STRIDES[0] + head * D, m0, seq, STRIDES[0], BM, D, DP)
     do = load_rows(dout + token0 * C + head * D, m0, seq, C, BM, D, DP)
     lse, delta, _ = load_query_stats(stats + STATS * (tl.program_id(1).to(tl.int64) * seq), m0, seq, False, BM)
@@ -91,7 +93,8 @@ def block_sparse_attention_dq(
     begin, end = block_range(rows, head * (LISTS // H) + m0 // BLOCK, BLOCK, BN)
     for i in range(begin, end):
         n0, offset, kind = block_of(rows, i, BLOCK, LISTS, ENTRIES, BN)
-        keys, values = load_rows(k, n0, seq, STRIDES[1], BN, D, DP), load_rows(v, n0, seq, STRIDES[2], BN, D, DP)
+        keys = load_rows(k_rows, n0, seq, STRIDES[1], BN, D, DP)
+        values = load_rows(v_rows, n0, seq, STRIDES[2], BN, D, DP)
         s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         if TERMS[1] > 0:
             s = add_terms(s, queries, relative + head * D, m0, n0, False, BN, TERMS, C, D, DP)

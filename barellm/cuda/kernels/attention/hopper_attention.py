@@ -68,7 +68,7 @@ def attention_producer_warp(q_map, k_map, v_map, queries, keys, values, seq, ite
         ready = q_full.index(t % 2)
         producer_acquire(q_empty, t)
         hopper.mbarrier.expect(ready, 2 * q_map.block_type.nbytes)
-        for half in gl.static_range(2):
+        for half in gl.static_range(2):  # of a tile, for each consumer
             at = [row + m0 + half * WG_M, head % H * D]
             hopper.tma.async_copy_global_to_shared(q_map, at, ready, q_ring.index(2 * (t % 2) + half))
         for n in range(0, m0 + BLOCK, BLOCK):
@@ -104,20 +104,20 @@ def attention_consumer_warpgroup(out, lse, queries, keys, values, pingpong, seq,
         head, m0 = query_tile(w, seq)
         first = m0 + WG * WG_M  # of this consumer's queries
         q = q_ring.index(2 * (t % 2) + WG)  # two tiles of two halves
+        # The block on the diagonal: its scores and their softmax, before anything overlaps.
         consumer_wait(q_full, t)
         consumer_wait(k_full, i)
         s = issue_qk(q, k_ring.index(i % STAGES), SCORES)
         s = hopper.warpgroup_mma_wait(0, deps=(s,))
         consumer_release(k_empty, i)
-        m = gl.expand_dims(first + gl.arange(0, WG_M, layout=gl.SliceLayout(1, SCORES)), 1)
-        n = gl.expand_dims(m0 + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES)), 0)
-        s = gl.where(m >= n, s, LOWEST)
+        s = causal_mask(s, first, m0, SCORES)
         row_max = gl.max(s, 1) * SCALE_LOG2
         p = gl.exp2(s * SCALE_LOG2 - gl.expand_dims(row_max, 1))
         row_sum = gl.sum(p, 1)
         weights = register_operand(p, v_ring.dtype, SUMS)
         consumer_wait(v_full, i)
         acc = gl.zeros((WG_M, D), gl.float32, SUMS)
+        # P V of block i beside the scores and the softmax of block i + 1.
         for _ in range(0, m0, BLOCK):
             next_i = i + 1
             # Turn number i - t of this consumer. Consumer 0 goes first: its phase is the opposite, as that of an empty stage.
@@ -128,11 +128,7 @@ def attention_consumer_warpgroup(out, lse, queries, keys, values, pingpong, seq,
             hopper.mbarrier.arrive(pingpong.index(1 - WG))
             s = hopper.warpgroup_mma_wait(1, deps=(s,))  # the scores; P V goes on
             consumer_release(k_empty, next_i)
-            new_max = gl.maximum(row_max, gl.max(s, 1) * SCALE_LOG2)
-            p = gl.exp2(s * SCALE_LOG2 - gl.expand_dims(new_max, 1))
-            rescale = gl.exp2(row_max - new_max)  # of what was summed so far
-            row_sum = row_sum * rescale + gl.sum(p, 1)
-            row_max = new_max
+            p, rescale, row_max, row_sum = online_softmax(s, row_max, row_sum, SCALE_LOG2)
             # The next block of values. Here, since ptxas puts the wait for P V before all exponentials if nothing lies between,
             # and a wait for a barrier begins another basic block.
             consumer_wait(v_full, next_i)
@@ -142,6 +138,7 @@ def attention_consumer_warpgroup(out, lse, queries, keys, values, pingpong, seq,
             consumer_release(v_empty, i)
             acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, SUMS), assert_trivial=True), 1)
             i += 1
+        # P V of the last block, then the epilogue.
         consumer_release(q_empty, t)
         sums = hopper.warpgroup_mma(weights, v_ring.index(i % STAGES), acc, is_async=True)
         acc = hopper.warpgroup_mma_wait(0, deps=(sums,))
@@ -149,6 +146,23 @@ def attention_consumer_warpgroup(out, lse, queries, keys, values, pingpong, seq,
         write_out_and_lse(out, lse, acc, row_sum, row_max, head, first, seq, SCORES, SUMS, H, D)
         i += 1
         t += 1  # noqa: SIM113
+
+
+@gluon
+def causal_mask(s, m0, n0, SCORES):
+    """Scores s (64 queries from m0 on, BLOCK keys from n0 on), LOWEST where the key is after the query."""
+    m = gl.expand_dims(m0 + gl.arange(0, WG_M, layout=gl.SliceLayout(1, SCORES)), 1)
+    n = gl.expand_dims(n0 + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES)), 0)
+    return gl.where(m >= n, s, LOWEST)
+
+
+@gluon
+def online_softmax(s, row_max, row_sum, SCALE_LOG2):
+    """`online_softmax` of attention.py for scores s (64, BLOCK): (p, rescale of what was summed so far, maximum, sum)."""
+    new_max = gl.maximum(row_max, gl.max(s, 1) * SCALE_LOG2)
+    p = gl.exp2(s * SCALE_LOG2 - gl.expand_dims(new_max, 1))
+    rescale = gl.exp2(row_max - new_max)
+    return p, rescale, new_max, row_sum * rescale + gl.sum(p, 1)
 
 
 @gluon

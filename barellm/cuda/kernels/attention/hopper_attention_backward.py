@@ -128,19 +128,16 @@ def backward_consumer_warpgroup(
             for n in range(begin, stop, STREAM_ROWS):
                 s = i % STAGES
                 consumer_wait(full, i)
-                p = issue_qk(x, a_ring.index(s), SCORES)  # the scores, as yet
+                # Issue both wgmmas; p from the first one's scores, while g is multiplied.
+                scores = issue_qk(x, a_ring.index(s), SCORES)
                 g = issue_qk(y, b_ring.index(s), SCORES)
-                p = hopper.warpgroup_mma_wait(1, deps=(p,))  # the older of the two
+                scores = hopper.warpgroup_mma_wait(1, deps=(scores,))  # the older of the two
                 if DKV:
                     lse_row = load_stat_in_score_columns(stats_ring.index(s), 0, SCORES)
-                p = gl.exp2(p * SCALE_LOG2 - lse_row)
+                p = gl.exp2(scores * SCALE_LOG2 - lse_row)
                 if n == first or (DKV and n + STREAM_ROWS > seq):
-                    tile_rows = gl.expand_dims(row, 1)
-                    streamed = gl.expand_dims(n + gl.arange(0, STREAM_ROWS, layout=gl.SliceLayout(0, SCORES)), 0)
-                    if DKV:
-                        p = gl.where((streamed >= tile_rows) & (streamed < seq), p, 0.0)
-                    else:
-                        p = gl.where(tile_rows >= streamed, p, 0.0)
+                    p = mask_probabilities(p, row, n, seq, DKV, SCORES)
+                # dv += p b, with DKV; wait for g.
                 if DKV:
                     weights = register_operand(p, b_ring.dtype, SUMS)
                     y_sum = hopper.warpgroup_mma(weights, b_ring.index(s), y_sum, is_async=True)
@@ -148,6 +145,7 @@ def backward_consumer_warpgroup(
                     delta = load_stat_in_score_columns(stats_ring.index(s), 1, SCORES)
                 else:
                     g, p = hopper.warpgroup_mma_wait(0, deps=(g, p))
+                # dk or dq += (p (g - delta)) a.
                 weights = register_operand(p * (g - delta), a_ring.dtype, SUMS)
                 x_sum = hopper.warpgroup_mma(weights, a_ring.index(s), x_sum, is_async=True)
                 if DKV:
@@ -164,6 +162,19 @@ def backward_consumer_warpgroup(
         if DKV:
             store_rows(dy + at * DKV_STRIDES[1] + head % TILE_HEADS * D, y_sum, first, seq, D, DKV_STRIDES[1])
         t += 1  # noqa: SIM113
+
+
+@gluon
+def mask_probabilities(p, row, n, seq, DKV, SCORES):
+    """Probabilities p of this consumer's rows `row` (WG_M,) and the rows streamed from n on: zero where the key is after the query
+    or, with DKV, where the query streamed is beyond the sequence."""
+    tile_rows = gl.expand_dims(row, 1)
+    streamed = gl.expand_dims(n + gl.arange(0, STREAM_ROWS, layout=gl.SliceLayout(0, SCORES)), 0)
+    if DKV:
+        p = gl.where((streamed >= tile_rows) & (streamed < seq), p, 0.0)
+    else:
+        p = gl.where(tile_rows >= streamed, p, 0.0)
+    return p
 
 
 @gluon

@@ -14,7 +14,7 @@ from barellm.cuda.attention_config import AttentionConfig, padded_head_size
 from barellm.cuda.kernel import Count, Lowering, Sizes, mode
 from barellm.cuda.kernels.attention.attention import options_of
 from barellm.cuda.kernels.attention.attention_backward import STATS, load_query_stats
-from barellm.cuda.kernels.attention.attention_tiles import kv_pointer, load_rows
+from barellm.cuda.kernels.attention.attention_tiles import kv_rows, load_rows
 from barellm.cuda.kernels.attention.block_sparse_attention import is_visible
 from barellm.cuda.kernels.attention.relative_position_bias import to_distances, to_keys, vectors_of
 from barellm.cuda.kernels.common import axis_size
@@ -84,9 +84,8 @@ def block_sparse_attention_drelative(
             if kind >= 0:
                 token0 = sequence.to(tl.int64) * seq
                 queries = load_rows(q + token0 * STRIDES[0] + head * D, m0, seq, STRIDES[0], BT, D, DP)
-                k_rows = kv_pointer(q, k, OFFSETS[0]) + token0 * STRIDES[1] + kv_column
+                k_rows, v_rows = kv_rows(q, k, v, token0, kv_column, STRIDES, OFFSETS)
                 keys = load_rows(k_rows, n0, seq, STRIDES[1], BT, D, DP)
-                v_rows = kv_pointer(q, v, OFFSETS[1]) + token0 * STRIDES[2] + kv_column
                 values = load_rows(v_rows, n0, seq, STRIDES[2], BT, D, DP)
                 do = load_rows(dout + token0 * C + head * D, m0, seq, C, BT, D, DP)
                 s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
