@@ -269,6 +269,46 @@ Call = Launch | LibraryGemm | CollectiveCall
 
 
 @dataclass
+class _Arguments:
+    """The arguments of one launch, in the order of its kernel's parameters, while `Lowering.launch` gathers them. `written`: names
+    of the operands that the kernel writes; the lists: as in `Specialisation` and `Launch`."""
+
+    written: set[str]
+    signature: list[tuple[str, str]] = field(default_factory=list)
+    values: list[Argument | None] = field(default_factory=list)
+    reads: list[Region] = field(default_factory=list)
+    writes: list[Region] = field(default_factory=list)
+    aligned: list[str] = field(default_factory=list)
+
+    def add(self, name: str, kind: str, value: Argument | None, *, aligned: bool = False) -> None:
+        self.signature.append((name, kind))
+        self.values.append(value)
+        if aligned:
+            self.aligned.append(name)
+
+    def add_operand(self, name: str, value: Any) -> None:
+        """Add an operand of any kind, and what of memory it reads or writes."""
+        if isinstance(value, TensorMap):
+            self.add(name, f"tensormap<{value.dtype}[{value.box[0]},{value.box[1]}]>", value)
+            self._uses(value.region, name in self.written)
+        elif isinstance(value, Table):
+            self.add(name, value.type, value, aligned=True)
+            for field_name, region in value.regions():
+                self._uses(region, field_name in value.writes)
+        elif isinstance(value, Counter):
+            self.add(name, "*i32", value, aligned=True)
+        elif isinstance(value, Tensor | tuple):
+            region, dtype = value if isinstance(value, tuple) else (part(value), value.dtype)
+            self.add(name, POINTER[dtype], region, aligned=region.start % 16 == 0)  # Triton may then load 16 bytes at once
+            self._uses(region, name in self.written)
+        else:
+            self.add(name, "i32", value)
+
+    def _uses(self, region: Region, written: bool) -> None:
+        (self.writes if written else self.reads).append(region)
+
+
+@dataclass
 class Lowering:
     """Turns one op into calls: launches, library GEMMs and collectives, in order. `decodes`: whether its program has a KV cache,
     and so runs with a few rows as often as with many. `scratch_tensors`: memory that the op needs while it runs."""
@@ -317,56 +357,29 @@ class Lowering:
         i32), or None where an optional tensor is absent (a constant None in the code). `writes`: names of the operands that are
         written, by spaces; without them the op's outputs. `grid`: of the sizes of a run. `warps`, `stages`, `registers`:
         num_warps, num_stages and maxnreg of the compiler (0: it decides)."""
-        written = set(writes.split() or self.op.outputs)
         fixed = dict(constants or {})
-        signature: list[tuple[str, str]] = []
-        args: list[Argument | None] = []
-        reads: list[Region] = []
-        out: list[Region] = []
-        aligned: list[str] = []
+        arguments = _Arguments(set(writes.split() or self.op.outputs))
         for name in function.parameters:
-            if name in fixed:
-                continue
             if name == "scalars":
-                signature.append((name, "*i64"))
-                args.append(None)
-                aligned.append(name)
-                continue
-            value = operands[name] if name in operands else self.own(name)
-            if value is None or name in function.constants:
-                fixed[name] = value
-            elif isinstance(value, TensorMap):
-                signature.append((name, f"tensormap<{value.dtype}[{value.box[0]},{value.box[1]}]>"))
-                args.append(value)
-                (out if name in written else reads).append(value.region)
-            elif isinstance(value, Table):
-                signature.append((name, value.type))
-                args.append(value)
-                aligned.append(name)
-                for field_name, region in value.regions():
-                    (out if field_name in value.writes else reads).append(region)
-            elif isinstance(value, Counter):
-                signature.append((name, "*i32"))
-                args.append(value)
-                aligned.append(name)
-            elif isinstance(value, Tensor | tuple):
-                region, dtype = value if isinstance(value, tuple) else (part(value), value.dtype)
-                signature.append((name, POINTER[dtype]))
-                args.append(region)
-                (out if name in written else reads).append(region)
-                if region.start % 16 == 0:  # Triton may then load and store 16 bytes at once
-                    aligned.append(name)
-            else:
-                signature.append((name, "i32"))
-                args.append(value)
+                arguments.add(name, "*i64", None, aligned=True)
+            elif name not in fixed:
+                value = operands[name] if name in operands else self.own(name)
+                if value is None or name in function.constants:
+                    fixed[name] = value
+                else:
+                    arguments.add_operand(name, value)
         unknown = (set(operands) | set(fixed)) - set(function.parameters)
         assert not unknown, f"{function} has no parameters {sorted(unknown)}"
         assert warps in (1, 2, 4, 8, 16, 32), f"{function} by {warps} warps, expected a power of two up to 32"
         options = {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
         spec = Specialisation(
-            function, tuple(signature), tuple(sorted(fixed.items())), tuple(sorted(options.items())), tuple(aligned)
+            function,
+            tuple(arguments.signature),
+            constants=tuple(sorted(fixed.items())),
+            options=tuple(sorted(options.items())),
+            aligned=tuple(arguments.aligned),
         )
-        self.launches.append(Launch(spec, args, grid, reads, out, self.op))
+        self.launches.append(Launch(spec, arguments.values, grid, arguments.reads, arguments.writes, self.op))
 
 
 REGISTRY: Registry[Lowering] = Registry("cuda", floats=("fp32", "bf16", "fp16"))

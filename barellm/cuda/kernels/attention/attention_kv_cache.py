@@ -152,15 +152,17 @@ class KeysPerSplit:
 def lower_attention_cached(op: Any, c: Lowering) -> None:
     """Plan five launches: append k and v to the caches; then twice attention_split_kv and combine_split_kv, with the configuration
     for few new tokens (up to SPLIT_TOKENS, keys split) and for many (unsplit): at run time one of the two pairs has empty grids."""
-    (H, D, DP), (B, T, C), L = head_sizes(op), (int(n) for n in op.out.shape), int(op.k_cache.shape[1])
-    group_size, width = op.heads // op.kv_heads, int(op.k.shape[-1])
+    H, D, DP = head_sizes(op)
+    B, T, C = (int(n) for n in op.out.shape)
+    L, width = (int(n) for n in op.k_cache.shape[1:])
+    group_size = op.heads // op.kv_heads
     caches = {"k_cache": op.k_cache, "v_cache": op.v_cache, "seq": axis_size(op.q, 1)}
     c.launch(
         append_to_caches, caches | {"k": op.k, "v": op.v}, {"C": width, "L": L, "BLOCK": COPY},
         grid=lambda s: (s.tokens, ceil_div(width, COPY)), writes="k_cache v_cache",
     )  # fmt: skip
+    # Scratch for the partial results of all splits: of all T tokens unsplit, or of the few that are split.
     part = KeysPerSplit(L)
-    # partial rows at most: all T tokens unsplit, or the few that are split
     max_rows = max(part.count(Sizes(B, T)) * T, part.count(Sizes(B, 1)) * min(T, SPLIT_TOKENS)) * B
     results = {"partials": c.scratch("partials", (max_rows, C)), "stats": c.scratch("stats", (max_rows, H, 2))}
     window = 0 if op.keys_before(L) is None else op.sliding_window
@@ -169,15 +171,18 @@ def lower_attention_cached(op: Any, c: Lowering) -> None:
     for few in (True, False):
         t = select_attention_config("few" if few else "many", DP, op.q.dtype, c.target.arch)
 
-        def grid(s: Sizes, few: bool = few, BM: int = t.queries) -> tuple[int, ...]:
-            rows = s.seq * group_size if (s.seq <= SPLIT_TOKENS) == few else 0
-            return (ceil_div(rows, BM), s.batch * op.kv_heads, part.count(s))
+        def tokens(s: Sizes, few: bool = few) -> int:
+            """The new tokens of a sequence that this pair of launches does: all or none."""
+            return s.seq if (s.seq <= SPLIT_TOKENS) == few else 0
+
+        def split_grid(s: Sizes, tokens: Any = tokens, BM: int = t.queries) -> tuple[int, ...]:
+            return (ceil_div(tokens(s) * group_size, BM), s.batch * op.kv_heads, part.count(s))
 
         c.launch(
             attention_split_kv, caches | results | {"q": op.q, "part": part}, constants | {"BM": t.queries, "BN": t.keys},
-            grid=grid, writes="partials stats", warps=t.num_warps, stages=t.num_stages,
+            grid=split_grid, writes="partials stats", warps=t.num_warps, stages=t.num_stages,
         )  # fmt: skip
         c.launch(
             combine_split_kv, {"out": op.out, **results, "seq": axis_size(op.q, 1), "part": part}, head | {"BM": t.queries},
-            grid=lambda s, few=few: (s.tokens if (s.seq <= SPLIT_TOKENS) == few else 0, op.heads), writes="out", warps=1,
+            grid=lambda s, tokens=tokens: (s.batch * tokens(s), op.heads), writes="out", warps=1,
         )  # fmt: skip

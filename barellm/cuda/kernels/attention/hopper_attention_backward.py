@@ -247,28 +247,29 @@ def launch_hopper_backward(op: Any, c: Lowering, tile: AttentionConfig, stats: T
     dropout, results stored and not added. `stats` (B, H, T, STATS) fp32: those of attention_stats; `scale_log2`: softmax scale
     times log2(e). With `keys`, keys and values (x, y) are stationary and q, dout (a, b) stream; else the other way round. Grid: a
     thread block for each multiprocessor, or for each tile where those are fewer."""
-    D, group_size = int(op.out.shape[-1]) // op.heads, op.heads // op.kv_heads
+    D = int(op.out.shape[-1]) // op.heads
     assert tile.warp_specialized and D in (64, 128) and op.plain and not op.rate, op
     sizes = (STREAM_ROWS.value, BLOCK.value)  # of queries and keys where keys are stationary
     assert (tile.queries, tile.keys) == (sizes if keys else sizes[::-1]), tile
-    queries, kv = (op.q, op.dout), (op.k, op.v)
-    stationary, streamed = (kv, queries) if keys else (queries, kv)
-    maps = {f"{name}_map": head_tensor_map(c, x, WG_M.value, D) for name, x in zip("xy", stationary, strict=True)}
-    maps |= {f"{name}_map": head_tensor_map(c, x, STREAM_ROWS.value, D) for name, x in zip("ab", streamed, strict=True)}
-    # The tensor map of stats: a row for each query of all heads.
-    box = TensorMap(part(stats), stats.dtype, c.elements(op.lse), STATS.value, (STREAM_ROWS.value, STATS.value), STATS.value)
-    results = {"dx": op.dk, "dy": op.dv} if keys else {"dx": op.dq, "dy": None}
-    heads = op.kv_heads if keys else op.heads  # of a sequence's tiles
+    if keys:
+        (x, y), (a, b) = (op.k, op.v), (op.q, op.dout)
+        # A row for each query of all heads, which streams past the tile with the query.
+        box = (STREAM_ROWS.value, STATS.value)
+        stats_map = TensorMap(part(stats), stats.dtype, c.elements(op.lse), STATS.value, box, STATS.value)
+        results = {"dx": op.dk, "dy": op.dv, "stats": None, "stats_map": stats_map}
+        strides = (op.dk.row_stride, op.dv.row_stride)
+        heads = op.kv_heads  # of a sequence's tiles
+    else:
+        (x, y), (a, b) = (op.q, op.dout), (op.k, op.v)
+        results = {"dx": op.dq, "dy": None, "stats": stats, "stats_map": None}
+        strides = (op.dq.row_stride, 0)
+        heads = op.heads
+    maps = {f"{name}_map": head_tensor_map(c, t, WG_M.value, D) for name, t in (("x", x), ("y", y))}
+    maps |= {f"{name}_map": head_tensor_map(c, t, STREAM_ROWS.value, D) for name, t in (("a", a), ("b", b))}
+    constants = {"DKV": keys, "SCALE_LOG2": scale_log2, "SOFTMAX_SCALE": constant_scale(op, D), "D": D, "DKV_STRIDES": strides}
+    constants |= {"H": op.heads, "GROUP_SIZE": op.heads // op.kv_heads, "STAGES": tile.num_stages}
     c.launch(
-        hopper_attention_backward,
-        maps | results | {
-            "stats": None if keys else stats, "stats_map": box if keys else None, "seq": lambda s: s.seq,
-            "heads": lambda s: s.batch * heads,
-        },
-        {
-            "DKV": keys, "SCALE_LOG2": scale_log2, "SOFTMAX_SCALE": constant_scale(op, D), "H": op.heads, "GROUP_SIZE": group_size,
-            "D": D, "STAGES": tile.num_stages, "DKV_STRIDES": (results["dx"].row_stride, op.dv.row_stride if keys else 0),
-        },
+        hopper_attention_backward, maps | results | {"seq": lambda s: s.seq, "heads": lambda s: s.batch * heads}, constants,
         grid=lambda s: (min(c.target.sms, ceil_div(s.seq, BLOCK.value) * s.batch * heads),),
         writes="dx dy" if keys else "dx", warps=tile.num_warps,
     )  # fmt: skip

@@ -133,33 +133,38 @@ def launch_hopper_gemm(
     scratch (slices, height, width), which a second launch adds up. `dbias` (N), of "tn": the row sums of a, from the tiles that are
     multiplied, written as `dbias_mode` says. The result is (height, width) over `depth`, at most."""
     height, width, depth = _sizes(gemm_kind, most, N, K)
+    # Split-K, by the tiles of the default configuration: bits do not depend on tuning.
     default_n = gemm_config.select_tile_n(gemm_kind, height, width, depth)
-    tiles = ceil_div(height, TILE_M.value) * ceil_div(width, default_n)  # of the default: bits do not depend on tuning
+    tiles = ceil_div(height, TILE_M.value) * ceil_div(width, default_n)
     slices = gemm_config.max_splits(tiles, depth) if gemm_kind == "tn" else 1
+    split = SplitK(rows, tiles) if slices > 1 else None
+    # The epilogue: a result that is added to is a matrix that it reads, unless a second launch adds up slices.
     pre_out, other = epilogue_operands(pre, residual, epilogue)
-    if not epilogue and mode != MODES["store"] and slices == 1:  # what is added to is the matrix that the epilogue reads
-        other, epilogue = out, "add" if mode == MODES["add"] else "start"
+    if not epilogue and mode != MODES["store"] and split is None:
+        other = out
+        epilogue = "add" if mode == MODES["add"] else "start"
     problem = tuning.GemmProblem(gemm_kind, operand_of(a)[1], height, width, depth, "hopper", epilogue)
     config = tuning.select_config(c.target, problem)
-    M: Size | int = height if gemm_kind == "tn" else rows  # rows of the result
-    partial_out, out_rows, k_per_split = out, M, depth if gemm_kind != "tn" else rows
-    split = None
-    if slices > 1:
-        k_per_split = split = SplitK(rows, tiles)
-        partial_out, out_rows = c.scratch("partials", (slices, height, width)), _Times(split.count, height)
+    # Where the tiles go, and the rows of the matrices there: the result, or a slice of scratch below the other.
+    M: Size | int = height if gemm_kind == "tn" else rows
+    gemm_k: Size | int = rows if gemm_kind == "tn" else depth
+    tiles_out, out_rows = out, M
+    if split is not None:
+        tiles_out = c.scratch("partials", (slices, height, width))
+        out_rows = _Times(split.count, height)
     sums = c.scratch("sums", (slices, height)) if dbias is not None else None
+    # Boxes that TMA moves: of b, a tile's columns and a step of K, in the order in which it is stored.
+    b_box = (config.tile_n, TILE_K.value) if gemm_kind == "nt" else (TILE_K.value, config.tile_n)
+    b_rows, b_columns = (rows, width) if gemm_kind == "tn" else (N, K)
     c.launch(
         hopper_gemm,
         {
-            "out_map": _map(partial_out, out_rows, width, _subtile_box(partial_out)),
-            "pre_map": _map(pre_out, out_rows, width, _subtile_box(pre_out)) if pre_out is not None else None,
+            "out_map": _subtile_map(tiles_out, out_rows, width),
+            "pre_map": _subtile_map(pre_out, out_rows, width),
             "a_map": _map(a, rows, N if gemm_kind == "tn" else depth, (WG_M.value, TILE_K.value)),
-            "b_map": _map(b, rows, width, (TILE_K.value, config.tile_n)) if gemm_kind == "tn" else _map(
-                b, N, K, (config.tile_n, TILE_K.value) if gemm_kind == "nt" else (TILE_K.value, config.tile_n)
-            ),
-            "c_map": _map(other, out_rows, width, _subtile_box(other)) if other is not None else None,
-            "bias": bias, "sums": sums, "M": M, "N": width, "K": rows if gemm_kind == "tn" else depth, "k_per_split": k_per_split,
-            "group": config.group_m,
+            "b_map": _map(b, b_rows, b_columns, b_box),
+            "c_map": _subtile_map(other, out_rows, width),
+            "bias": bias, "sums": sums, "M": M, "N": width, "K": gemm_k, "k_per_split": split or gemm_k, "group": config.group_m,
         },
         {
             "A_TRANSPOSED": gemm_kind == "tn", "B_TRANSPOSED": gemm_kind == "nt", "EPILOGUE": epilogue,
@@ -169,7 +174,7 @@ def launch_hopper_gemm(
         writes="out_map pre_map sums",
     )  # fmt: skip
     if split is not None:
-        reduce_splits(c, out, partial_out, split.count, height * width, mode)
+        reduce_splits(c, out, tiles_out, split.count, height * width, mode)
     if sums is not None:
         reduce_splits(c, dbias, sums, split.count if split else 1, height, dbias_mode)
 
@@ -185,9 +190,9 @@ def _map(value: Any, rows: Size | int, columns: int, box: tuple[int, int]) -> Te
     return TensorMap(region, dtype, rows, columns, box, view_stride(value) or columns)
 
 
-def _subtile_box(value: Any) -> tuple[int, int]:
-    """The TMA box of what the epilogue stores or loads: 128 bytes wide, an epilogue buffer."""
-    return WG_M.value, 128 // ITEMSIZE[operand_of(value)[1]]
+def _subtile_map(value: Any, rows: Size | int, columns: int) -> TensorMap | None:
+    """The tensor map of a matrix that the epilogue stores or loads, in boxes of an epilogue buffer, 128 bytes wide, or None."""
+    return None if value is None else _map(value, rows, columns, (WG_M.value, 128 // ITEMSIZE[operand_of(value)[1]]))
 
 
 @dataclass(frozen=True)

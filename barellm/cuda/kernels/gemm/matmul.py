@@ -40,10 +40,33 @@ SUBTILE_N = 64  # columns of a tile that a fused epilogue handles at a time: mor
 
 
 @device
+def grouped_tile(M: tl.int32, N: tl.int32, BM, BN, GROUP):
+    """(first row, first column) of this program's tile of (M, N): GROUP rows of tiles are walked column by column (grouped
+    rasterization), so that their operands stay in L2."""
+    pid = tl.program_id(0)
+    m_tiles, n_tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    first_m = pid // (GROUP * n_tiles) * GROUP
+    group_m = min(m_tiles - first_m, GROUP)
+    in_group = pid % (GROUP * n_tiles)
+    return (first_m + in_group % group_m) * BM, in_group // group_m * BN
+
+
+@device
+def operand_pointers(base, first, i, k, ROW, K_CONTIGUOUS, K_AXIS):
+    """Pointers to a block of an operand of a GEMM: rows (of a) or columns (of b) first + i, by the depths k, on axis K_AXIS of the
+    block. Stored rows, ROW elements apart, run along the depth where K_CONTIGUOUS, else along the other axis."""
+    if K_CONTIGUOUS:
+        return base + (tl.cast(first, tl.int64) * ROW + tl.expand_dims(i, K_AXIS) * ROW + tl.expand_dims(k, 1 - K_AXIS))
+    else:
+        return base + (first + tl.expand_dims(i, K_AXIS) + tl.expand_dims(k, 1 - K_AXIS) * ROW)
+
+
+@device
 def load_k_blocks(a_ptrs, b_ptrs, m_in, n_in, k, k0, k_end, EVEN_K):
     """Load a (BM, BK) and b (BK, BN) of the step at k0, zeros off the masks m_in, n_in and, unless EVEN_K, beyond k_end."""
     if EVEN_K:
-        a_block, b_block = (tl.load(a_ptrs, mask=m_in[:, None], other=0.0), tl.load(b_ptrs, mask=n_in[None, :], other=0.0))
+        a_block = tl.load(a_ptrs, mask=m_in[:, None], other=0.0)
+        b_block = tl.load(b_ptrs, mask=n_in[None, :], other=0.0)
     else:
         k_in = k < k_end - k0
         a_block = tl.load(a_ptrs, mask=m_in[:, None] & k_in[None, :], other=0.0)
@@ -64,41 +87,34 @@ def gemm(
     many of K, and slice s writes the s-th (M, N) of out. BM, BN, BK: powers of two from 16 on; EVEN_K: BK divides K. A tile starts
     at a 64-bit address; within it offsets are 32-bit. TF32: fp32 operands are rounded to it. SUBTILES: parts of the epilogue. MODE:
     out is stored or added."""
-    # Grouped rasterization: GROUP rows of tiles are walked column by column, so that their operands stay in L2.
-    pid = tl.program_id(0)
-    m_tiles, n_tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    first_m = pid // (GROUP * n_tiles) * GROUP
-    group_m = min(m_tiles - first_m, GROUP)
-    in_group = pid % (GROUP * n_tiles)
-    m0, n0 = (first_m + in_group % group_m) * BM, in_group // group_m * BN
+    m0, n0 = grouped_tile(M, N, BM, BN, GROUP)
     m, n, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)  # in the tile
     m_in, n_in = m < M - m0, n < N - n0
 
-    a_row: tl.constexpr = A_STRIDE if A_STRIDE is not None else M if A_TRANSPOSED else K  # elements from a stored row to the next
+    # Elements from a stored row to the next, and from one depth to the next.
+    a_row: tl.constexpr = A_STRIDE if A_STRIDE is not None else M if A_TRANSPOSED else K
     b_row: tl.constexpr = B_STRIDE if B_STRIDE is not None else K if B_TRANSPOSED else N
-    k_end = K  # elements of K that this program sums
-    a_ptrs, b_ptrs, out_offset = a, b, tl.cast(m0, tl.int64) * N + n0
+    a_step: tl.constexpr = a_row if A_TRANSPOSED else 1
+    b_step: tl.constexpr = 1 if B_TRANSPOSED else b_row
+    # The part of K that this program sums, and the place of its tile in out.
+    k_end = K
+    a_ptrs, b_ptrs = a, b
+    out_offset = tl.cast(m0, tl.int64) * N + n0
     if k_per_split is not None:
         k_start = tl.cast(tl.program_id(1) * k_per_split, tl.int64)
         k_end = min(K - tl.program_id(1) * k_per_split, k_per_split)
-        a_ptrs += k_start * (a_row if A_TRANSPOSED else 1)
-        b_ptrs += k_start * (1 if B_TRANSPOSED else b_row)
+        a_ptrs += k_start * a_step
+        b_ptrs += k_start * b_step
         out_offset += tl.cast(tl.program_id(1), tl.int64) * M * N
-    if A_TRANSPOSED:
-        a_ptrs += m0 + m[:, None] + k[None, :] * a_row
-    else:
-        a_ptrs += tl.cast(m0, tl.int64) * a_row + m[:, None] * a_row + k[None, :]
-    if B_TRANSPOSED:
-        b_ptrs += tl.cast(n0, tl.int64) * b_row + n[None, :] * b_row + k[:, None]
-    else:
-        b_ptrs += n0 + n[None, :] + k[:, None] * b_row
+    a_ptrs = operand_pointers(a_ptrs, m0, m, k, a_row, not A_TRANSPOSED, 1)
+    b_ptrs = operand_pointers(b_ptrs, n0, n, k, b_row, B_TRANSPOSED, 0)
 
     acc = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, k_end, BK):
         a_block, b_block = load_k_blocks(a_ptrs, b_ptrs, m_in, n_in, k, k0, k_end, EVEN_K)
         acc = tl.dot(a_block, b_block, acc, input_precision="tf32" if TF32 else "ieee")
-        a_ptrs += BK * a_row if A_TRANSPOSED else BK  # the next BK of K
-        b_ptrs += BK if B_TRANSPOSED else BK * b_row
+        a_ptrs += BK * a_step
+        b_ptrs += BK * b_step
 
     epilogue_tile(
         out, pre, bias, other, scalars, acc, m0, n0, out_offset, M, N, EPILOGUE, MODE, SUBTILES,
