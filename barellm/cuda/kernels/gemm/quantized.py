@@ -53,6 +53,24 @@ def code_value(words, NIBBLE, T0, T1, T2, T3):
 
 
 @device
+def signed_byte(words, BYTE):
+    """The 8-bit code number BYTE of each 32-bit word in fp32: a shift up and an arithmetic shift down extend its sign."""
+    if BYTE < 3:
+        return ((words << (24 - 8 * BYTE)) >> 24).to(tl.float32)
+    else:
+        return (words >> 24).to(tl.float32)
+
+
+@device
+def dot_of_codes(words, v0, v1, v4, v5, FIRST, T0, T1, T2, T3):
+    """The dot product of x at the elements k, k + 1, k + 4, k + 5 of a block (v0, v1, v4, v5) and the four 4-bit codes of each word
+    from number FIRST on, one column's: 0 the lower, 4 the upper (`code_value` has their order)."""
+    total = v0 * code_value(words, FIRST, T0, T1, T2, T3) + v4 * code_value(words, FIRST + 1, T0, T1, T2, T3)
+    total += v1 * code_value(words, FIRST + 2, T0, T1, T2, T3) + v5 * code_value(words, FIRST + 3, T0, T1, T2, T3)
+    return total
+
+
+@device
 def power_of_two(exponents):
     """2^n in fp32 of the fp16 integers n in the last row of scales: n + 127 is the exponent field."""
     return ((exponents.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
@@ -80,6 +98,7 @@ def quantized_skinny_gemm(
     # 4 bits: j counts, from the lowest bit on, pairs of columns (1 bit), pairs of elements (1 bit), groups of 4 columns (2 bits).
     first_element, first_column = (j // 4, j % 4 * 4) if WIDE else (j // 2 % 2 * 2, j // 4 * 4 + j % 2 * 2)
     for row in range(rows):
+        # Sums of each thread's columns over its words, and then over all threads.
         a0, a1 = tl.zeros((BB, block_words), tl.float32), tl.zeros((BB, block_words), tl.float32)
         if WIDE:
             a2, a3 = tl.zeros((BB, block_words), tl.float32), tl.zeros((BB, block_words), tl.float32)
@@ -93,21 +112,19 @@ def quantized_skinny_gemm(
             k = b * 8 + first_element  # the words' first elements
             x_ptrs = x + row * x_row + k
             v0 = tl.load(x_ptrs, mask=k < K, other=0.0).to(tl.float32)
-            if WIDE:  # a shift up and an arithmetic shift down extend the sign of each byte
-                a0 += v0 * s0 * ((words << 24) >> 24).to(tl.float32)
-                a1 += v0 * s1 * ((words << 16) >> 24).to(tl.float32)
+            if WIDE:
+                a0 += v0 * s0 * signed_byte(words, 0)
+                a1 += v0 * s1 * signed_byte(words, 1)
                 s2 = tl.load(scale_ptrs + 2, mask=b_in, other=0.0).to(tl.float32)
-                a2 += v0 * s2 * ((words << 8) >> 24).to(tl.float32)
+                a2 += v0 * s2 * signed_byte(words, 2)
                 s3 = tl.load(scale_ptrs + 3, mask=b_in, other=0.0).to(tl.float32)
-                a3 += v0 * s3 * (words >> 24).to(tl.float32)
+                a3 += v0 * s3 * signed_byte(words, 3)
             else:
                 v1 = tl.load(x_ptrs + 1, mask=k + 1 < K, other=0.0).to(tl.float32)
                 v4 = tl.load(x_ptrs + 4, mask=k + 4 < K, other=0.0).to(tl.float32)
                 v5 = tl.load(x_ptrs + 5, mask=k + 5 < K, other=0.0).to(tl.float32)
-                left = v0 * code_value(words, 0, T0, T1, T2, T3) + v4 * code_value(words, 1, T0, T1, T2, T3)  # the lower column
-                left += v1 * code_value(words, 2, T0, T1, T2, T3) + v5 * code_value(words, 3, T0, T1, T2, T3)
-                right = v0 * code_value(words, 4, T0, T1, T2, T3) + v4 * code_value(words, 5, T0, T1, T2, T3)  # the upper one
-                right += v1 * code_value(words, 6, T0, T1, T2, T3) + v5 * code_value(words, 7, T0, T1, T2, T3)
+                left = dot_of_codes(words, v0, v1, v4, v5, 0, T0, T1, T2, T3)
+                right = dot_of_codes(words, v0, v1, v4, v5, 4, T0, T1, T2, T3)
                 a0 += left * s0
                 a1 += right * s1
         if WIDE:
@@ -142,7 +159,8 @@ def dequantize(out, codes, scales, N, K, BLOCKS, BB, GROUPS, GROUP, WIDE, T0, T1
     rows. A program does BB blocks of one tile of 16 columns. Operands and constants are those of `quantized_skinny_gemm`."""
     block_words: tl.constexpr = 32 if WIDE else 16
     tile = tl.program_id(0) // tl.cdiv(BLOCKS, BB)
-    b, j = tl.program_id(0) % tl.cdiv(BLOCKS, BB) * BB + tl.arange(0, BB)[:, None], tl.arange(0, block_words)[None, :]
+    b = tl.program_id(0) % tl.cdiv(BLOCKS, BB) * BB + tl.arange(0, BB)[:, None]  # blocks
+    j = tl.arange(0, block_words)[None, :]  # words of a block
     b_in = (b < BLOCKS) & (j >= 0)
     words = tl.load(codes + tl.cast(tile, tl.int64) * (BLOCKS * block_words) + b * block_words + j, mask=b_in, other=0)
     scales += tile * ((GROUPS + 1) * 16)  # 16 of a tile's columns for each group, then the columns' powers
@@ -151,7 +169,7 @@ def dequantize(out, codes, scales, N, K, BLOCKS, BB, GROUPS, GROUP, WIDE, T0, T1
         if WIDE:
             k = b * 8 + j // 4  # a word has one element
             c = j % 4 * 4 + i  # of four columns
-            value = ((words << (24 - 8 * i)) >> 24).to(tl.float32)  # byte i, its sign extended
+            value = signed_byte(words, i)
         else:
             k = b * 8 + j // 2 % 2 * 2 + i // 2 % 2 + i % 2 * 4  # code i of word j: `code_value`
             c = j // 4 * 4 + j % 2 * 2 + i // 4  # column in the tile

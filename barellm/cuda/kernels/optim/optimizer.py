@@ -151,12 +151,23 @@ def _launch_on_partials(op: Any, c: Lowering, function: Any, operands: dict[str,
 def step_factors(factors, scalars, LOG_BETA1, LOG_BETA2, LR_SCALE, CAUTIOUS):
     """Compute the step's factors (2) in fp64: [lr / (1 - beta1^step), 1 / sqrt(1 - beta2^step)], the first times sqrt(1 -
     beta2^step) where CAUTIOUS. LOG_BETA: log2 of a beta. A launch of one program does it: it takes 90 instructions."""
-    lr, step = scalar_fp64(scalars, LR) * LR_SCALE, tl.load(scalars + STEP).to(tl.float64)
-    rate, root = lr / (1.0 - tl.exp2(step * LOG_BETA1)), tl.sqrt(1.0 - tl.exp2(step * LOG_BETA2))
+    lr = scalar_fp64(scalars, LR) * LR_SCALE
+    step = tl.load(scalars + STEP).to(tl.float64)
+    rate = lr / (1.0 - tl.exp2(step * LOG_BETA1))
+    root = tl.sqrt(1.0 - tl.exp2(step * LOG_BETA2))
     if CAUTIOUS:
         rate *= root
     tl.store(factors, rate.to(tl.float32))
     tl.store(factors + 1, (1.0 / root).to(tl.float32))
+
+
+@device
+def moment_dither(table, entry, scalars, first, ENTRIES, BLOCK):
+    """Random bits (BLOCK,) int32 for the stochastic rounding of m and of v, elements `first` on: as many as their codes drop of
+    fp32's mantissa, 23 - 9 and 23 - 10. From the parameter's random stream; element 0 is number ORIGIN of the whole tensor."""
+    k0, k1 = sample_key(scalars, tl.full((), 0, tl.int64), integer(table, entry, STREAM, ENTRIES))
+    bits = shared_words(k0, k1, integer(table, entry, ORIGIN, ENTRIES) + first, BLOCK)
+    return (bits & 0x3FFF).to(tl.int32), (bits >> 19).to(tl.int32)
 
 
 @device
@@ -177,7 +188,8 @@ def adamw(
     if scale == scale:  # NaN says that the gradient's norm is not finite: nothing changes
         entry, block = find_entry(table, ENTRIES, WIDE)
         n = integer(table, entry, UNITS, ENTRIES) * UNIT
-        param, lo = weight_pointer(table, entry, PARAM, ENTRIES, WHOLE, FORMAT), None
+        param = weight_pointer(table, entry, PARAM, ENTRIES, WHOLE, FORMAT)
+        lo = None
         if FORMAT is not None:
             lo = lo_pointer(table, entry, LO, ENTRIES, UNIT, FORMAT)
         m = pointer(table, entry, M, ENTRIES, tl.float32 if M_MANTISSA is None else tl.int16, 16)
@@ -198,11 +210,8 @@ def adamw(
             mask = i < n
             dither_m, dither_v = None, None
             if STOCHASTIC:
-                stream = integer(table, entry, STREAM, ENTRIES)
-                k0, k1 = sample_key(scalars, tl.full((), 0, tl.int64), stream)
-                bits = shared_words(k0, k1, integer(table, entry, ORIGIN, ENTRIES) + first, BLOCK)
-                # As many random bits as the codes of m and v drop of fp32's mantissa: 23 - 9 and 23 - 10.
-                dither_m, dither_v = ((bits & 0x3FFF).to(tl.int32), (bits >> 19).to(tl.int32))
+                dither_m, dither_v = moment_dither(table, entry, scalars, first, ENTRIES, BLOCK)
+            # The new moments, then the new weight.
             g = tl.load(grad + i, mask=mask, other=0.0) * scale  # clipped
             mean = BETA1 * load_moment(m, i, mask, M_MANTISSA, M_SIGNED) + (1.0 - BETA1) * g  # m
             square = BETA2 * load_moment(v, i, mask, V_MANTISSA, V_SIGNED) + (1.0 - BETA2) * g * g  # v
@@ -214,6 +223,7 @@ def adamw(
                 p = p * decay_factor - rate * mean / (tl.sqrt(square) * unbias + EPSILON)
             if BF16:
                 p = to_bf16(p)
+            # Store all three in their formats.
             store_weight(param, lo, i, mask, p)
             store_moment(m, i, mask, mean, dither_m, M_MANTISSA, M_SIGNED)
             store_moment(v, i, mask, square, dither_v, V_MANTISSA, V_SIGNED)

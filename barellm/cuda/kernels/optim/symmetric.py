@@ -18,6 +18,22 @@ APPLY_Y, APPLY_A, APPLY_B, APPLY_X, APPLY_SCALE = (constant(field) for field in 
 
 
 @device
+def multiply_tiles(a_ptrs, b_ptrs, m_in, n_in, K, A_STRIDE, B_STRIDE, TF32, BM, BN, BK):
+    """a (BM, K) b (K, BN) in fp32, of the rows m_in and the columns n_in, BK of the depth K at a time. a_ptrs (BM, BK), b_ptrs (BK,
+    BN): the first of them; NAME_STRIDE: elements from one depth to the next."""
+    acc = tl.zeros((BM, BN), tl.float32)
+    k = tl.arange(0, BK)
+    for k0 in range(0, K, BK):
+        k_in = k < K - k0
+        a = tl.load(a_ptrs, mask=m_in[:, None] & k_in[None, :], other=0.0)
+        b = tl.load(b_ptrs, mask=k_in[:, None] & n_in[None, :], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="tf32" if TF32 else "ieee")
+        a_ptrs += BK * A_STRIDE
+        b_ptrs += BK * B_STRIDE
+    return acc
+
+
+@device
 def symmetric_product(table, ENTRIES, N, DEPTH, COLUMNS, POLYNOMIAL, HALF, FP16, TF32, B, BK):
     """out (N, N) = x x^T of x (N, DEPTH), or x^T x of x (DEPTH, N) where COLUMNS (the Gram matrix); or, where POLYNOMIAL, linear x
     + square x x of a symmetric x (N, N), with fp64 factors from the table. One B x B tile of the lower triangle a program, stored
@@ -25,32 +41,31 @@ def symmetric_product(table, ENTRIES, N, DEPTH, COLUMNS, POLYNOMIAL, HALF, FP16,
 
     x: Muon's momentum (muon_normalize), a result of gram_apply, or a Gram matrix; dtype as HALF, FP16 say. B, BK: powers of two."""
     TILES: tl.constexpr = (N + B - 1) // B  # in a row of out
-    m0, n0, entry = tl.program_id(0) // TILES * B, tl.program_id(0) % TILES * B, tl.program_id(1)
+    m0 = tl.program_id(0) // TILES * B
+    n0 = tl.program_id(0) % TILES * B
+    entry = tl.program_id(1)
     if n0 <= m0:  # the tile reaches below the diagonal
         out = matrix_pointer(table, entry, OUT, ENTRIES, N, HALF, FP16)
         x = matrix_pointer(table, entry, X, ENTRIES, N if COLUMNS else DEPTH, HALF, FP16)
         m, n, k = m0 + tl.arange(0, B), n0 + tl.arange(0, B), tl.arange(0, BK)  # rows, columns, depth
         m_in, n_in = m < N, n < N
         if COLUMNS:
-            a_ptrs, b_ptrs = x + m[:, None] + k[None, :] * N, x + n[None, :] + k[:, None] * N
+            a_ptrs = x + m[:, None] + k[None, :] * N
+            b_ptrs = x + n[None, :] + k[:, None] * N
         else:
             a_ptrs = x + m.to(tl.int64)[:, None] * DEPTH + k[None, :]
             b_ptrs = x + n.to(tl.int64)[None, :] * DEPTH + k[:, None]
-        acc = tl.zeros((B, B), tl.float32)
-        for k0 in range(0, DEPTH, BK):
-            k_in = k < DEPTH - k0
-            a = tl.load(a_ptrs, mask=m_in[:, None] & k_in[None, :], other=0.0)
-            b = tl.load(b_ptrs, mask=k_in[:, None] & n_in[None, :], other=0.0)
-            acc = tl.dot(a, b, acc, input_precision="tf32" if TF32 else "ieee")
-            a_ptrs += BK * N if COLUMNS else BK
-            b_ptrs += BK * N if COLUMNS else BK
+        K_STRIDE: tl.constexpr = N if COLUMNS else 1
+        acc = multiply_tiles(a_ptrs, b_ptrs, m_in, n_in, DEPTH, K_STRIDE, K_STRIDE, TF32, B, B, BK)
         lower = m.to(tl.int64)[:, None] * N + n[None, :]  # offsets of the tile
         inside = m_in[:, None] & n_in[None, :]
         if POLYNOMIAL:
-            linear, square = number(table, entry, LINEAR, ENTRIES), number(table, entry, SQUARE, ENTRIES)
+            linear = number(table, entry, LINEAR, ENTRIES)
+            square = number(table, entry, SQUARE, ENTRIES)
             before = tl.load(x + lower, mask=inside, other=0.0).to(tl.float32)
             acc = acc * square.to(tl.float32) + before * linear.to(tl.float32)
-        transposed = n.to(tl.int64)[:, None] * N + m[None, :]  # and of its mirror image
+        # The tile and its mirror image; of a tile on the diagonal, the lower triangle and what is above it.
+        transposed = n.to(tl.int64)[:, None] * N + m[None, :]
         transposed_inside = n_in[:, None] & m_in[None, :]
         if m0 == n0:
             tl.store(out + lower, acc, mask=inside & (m[:, None] >= n[None, :]))
@@ -66,7 +81,9 @@ def gram_apply(table, ENTRIES, M, N, K, HALF, FP16, TF32, BM, BN, BK):
     its Gram matrix (of symmetric_product) if x is tall, the polynomial and x if it is wide. One BM x BN tile a program, in steps of
     BK; grid: tiles, entries (matrices) of the table. dtype as HALF, FP16 say; BM, BN, BK: powers of two, 16 at least."""
     n_tiles: tl.constexpr = (N + BN - 1) // BN
-    m0, n0, entry = tl.program_id(0) // n_tiles * BM, tl.program_id(0) % n_tiles * BN, tl.program_id(1)
+    m0 = tl.program_id(0) // n_tiles * BM
+    n0 = tl.program_id(0) % n_tiles * BN
+    entry = tl.program_id(1)
     y = matrix_pointer(table, entry, APPLY_Y, ENTRIES, N, HALF, FP16)
     a = matrix_pointer(table, entry, APPLY_A, ENTRIES, K, HALF, FP16)
     b = matrix_pointer(table, entry, APPLY_B, ENTRIES, N, HALF, FP16)
@@ -75,14 +92,7 @@ def gram_apply(table, ENTRIES, M, N, K, HALF, FP16, TF32, BM, BN, BK):
     m_in, n_in = m < M, n < N
     a_ptrs = a + m.to(tl.int64)[:, None] * K + k[None, :]
     b_ptrs = b + n[None, :] + k[:, None] * N
-    acc = tl.zeros((BM, BN), tl.float32)
-    for k0 in range(0, K, BK):
-        k_in = k < K - k0
-        left = tl.load(a_ptrs, mask=m_in[:, None] & k_in[None, :], other=0.0)
-        right = tl.load(b_ptrs, mask=k_in[:, None] & n_in[None, :], other=0.0)
-        acc = tl.dot(left, right, acc, input_precision="tf32" if TF32 else "ieee")
-        a_ptrs += BK
-        b_ptrs += BK * N
+    acc = multiply_tiles(a_ptrs, b_ptrs, m_in, n_in, K, 1, N, TF32, BM, BN, BK)
     offset = m.to(tl.int64)[:, None] * N + n[None, :]
     inside = m_in[:, None] & n_in[None, :]
     scale = number(table, entry, APPLY_SCALE, ENTRIES).to(tl.float32)
@@ -119,7 +129,8 @@ def _symmetric(
 @lowering("gram")
 def lower_gram(op: Any, c: Lowering) -> None:
     group: list[Any] = members(op)
-    depth, tall = max(group[0].one(group[0].x)), group[0].is_tall(group[0].x)
+    x = group[0].x
+    depth, tall = max(group[0].one(x)), group[0].is_tall(x)
     _symmetric(c, group, [o.a for o in group], [o.x for o in group], depth=depth, columns=tall, factors={})
 
 
