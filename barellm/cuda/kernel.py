@@ -372,13 +372,8 @@ class Lowering:
         assert not unknown, f"{function} has no parameters {sorted(unknown)}"
         assert warps in (1, 2, 4, 8, 16, 32), f"{function} by {warps} warps, expected a power of two up to 32"
         options = {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
-        spec = Specialisation(
-            function,
-            tuple(arguments.signature),
-            constants=tuple(sorted(fixed.items())),
-            options=tuple(sorted(options.items())),
-            aligned=tuple(arguments.aligned),
-        )
+        pairs = tuple(sorted(fixed.items())), tuple(sorted(options.items()))
+        spec = Specialisation(function, tuple(arguments.signature), *pairs, tuple(arguments.aligned))
         self.launches.append(Launch(spec, arguments.values, grid, arguments.reads, arguments.writes, self.op))
 
 

@@ -19,23 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from barellm.cuda import driver
+from barellm.cuda import driver, kernel
 from barellm.cuda.compile import compiled
 from barellm.cuda.cublaslt import BoundGemm, Cublas
 from barellm.cuda.fuse import FUSIONS, GROUPS
-from barellm.cuda.kernel import (
-    REGISTRY,
-    Call,
-    CollectiveCall,
-    Counter,
-    Launch,
-    LibraryGemm,
-    Lowering,
-    Sizes,
-    Specialisation,
-    Table,
-    Target,
-)
+from barellm.cuda.kernel import Call, CollectiveCall, Counter, Launch, LibraryGemm, Lowering, Sizes, Specialisation, Table, Target
 from barellm.cuda.launch import BoundLaunch, Kernel
 from barellm.cuda.nccl import BoundCollective, Communicator, JoinCollectives
 from barellm.errors import UserError
@@ -68,7 +56,8 @@ class Lowered(LoweredProgram[Lowering]):
         import barellm.cuda.kernels  # noqa: F401  (fills the registry)
 
         cached = decodes(program)
-        super().__init__(program, table=FUSIONS, registry=REGISTRY, groups=GROUPS, lowering=lambda op: Lowering(op, target, cached))
+        registry = kernel.REGISTRY
+        super().__init__(program, table=FUSIONS, registry=registry, groups=GROUPS, lowering=lambda op: Lowering(op, target, cached))
 
     @property
     def launches(self) -> list[Call]:
@@ -291,14 +280,17 @@ class CudaSession(ArenaSession):
         if len(self._graphs) == GRAPHS:
             self.context.synchronize()  # the oldest may still run
             self._graphs.popitem(last=False)[1].free()
-        bound = self._bound(run)
+        self._graphs[run] = self._capture(self._bound(run))
+        return self._graphs[run]
+
+    def _capture(self, bound: list[Bound]) -> driver.Graph:
+        """A graph of these calls, in order."""
 
         def enqueue() -> None:
-            for launch in bound:
-                launch.run(self.stream)
+            for call in bound:
+                call.run(self.stream)
 
-        self._graphs[run] = driver.Graph(self.stream, enqueue)
-        return self._graphs[run]
+        return driver.Graph(self.stream, enqueue)
 
     # --- running ---
 
@@ -437,13 +429,7 @@ class CudaSession(ArenaSession):
     def captured(self, program: str, wanted: Callable[[Call], bool], **sizes: int) -> driver.Graph:
         """A graph of those calls of a run of these sizes that are `wanted`, with the run-time scalars of the last run."""
         run = replace(self._run(program), sizes=Sizes.of(sizes))
-        bound = [self._bind(call, run) for call in self.calls[program] if wanted(call)]
-
-        def enqueue() -> None:
-            for call in bound:
-                call.run(self.stream)
-
-        return driver.Graph(self.stream, enqueue)
+        return self._capture([self._bind(call, run) for call in self.calls[program] if wanted(call)])
 
     def synchronize(self) -> None:
         """Wait until every run has ended."""
@@ -467,8 +453,8 @@ class CudaSession(ArenaSession):
                 graph.free()
             if self._communicator and not failed:
                 self._communicator.close()
-            for kernel in self.kernels.values():
-                kernel.unload()
+            for loaded in self.kernels.values():
+                loaded.unload()
             self.memory.free()
             for buffer in self._staging_buffers:
                 buffer.memory.free()

@@ -179,7 +179,7 @@ MUTANTS = {
         "residual", "epilogue_and_store",
         "hopper.mbarrier.wait(c_full.index(WG * EPI_STAGES + stored % EPI_STAGES), stored // EPI_STAGES & 1)", "pass",
     ),
-    "no wait for a free slot": ("residual", "load_epilogue_c",
+    "no wait for a free slot": ("residual", "load_c",
         "hopper.mbarrier.wait(c_empty.index(s), (i // EPI_STAGES & 1) ^ 1)", "pass"),
     "a slot freed while it goes out": ("residual", "epilogue_and_store", "hopper.tma.store_wait(1)", "hopper.tma.store_wait(2)"),
 }  # fmt: skip

@@ -81,9 +81,7 @@ class GemmCase(Case):
         self.added = problem.epilogue in ("add", "start")
         self.scalars = {"accumulate": int(self.added)}
         self._declare_operands()
-        self.outputs = {"out": problem.cols}
-        if problem.epilogue in ACTIVATIONS:
-            self.outputs = {"pre": problem.cols, "out": problem.cols}
+        self.outputs = dict.fromkeys(("pre", "out") if problem.epilogue in ACTIVATIONS else ("out",), problem.cols)
         tokens = problem.tokens
         self.runs = [Sizes(1, count) for count in sorted({1, min(37, tokens), max(1, tokens - 1), tokens})]
 
@@ -91,12 +89,8 @@ class GemmCase(Case):
         """Declare the tensors that this operation and this epilogue read, and dweight, which "tn" adds to."""
         problem, operation, epilogue = self.problem, self.problem.operation, self.problem.epilogue
         tokens = (Dim("batch", 1), Dim("seq", problem.tokens))
-        weight_shape = {
-            "nt": (problem.cols, problem.depth),
-            "nn": (problem.depth, problem.cols),
-            "tn": (problem.rows, problem.cols),
-        }
-        N, K = weight_shape[operation]
+        weights = {"nt": (problem.cols, problem.depth), "nn": (problem.depth, problem.cols), "tn": (problem.rows, problem.cols)}
+        N, K = weights[operation]
         if operation != "nt":
             self.give("dy", (*tokens, N), self.compute)
         if operation != "nn":
@@ -141,8 +135,8 @@ class GemmCase(Case):
     def hold(self, read: Read, sizes: Sizes) -> None:
         """Compare sampled rows and columns with the float64 GEMM and its epilogue."""
         problem = self.problem
-        rows = _sampled(self.rows("out", sizes))
-        cols = _sampled(problem.cols)
+        rows = harness.sample_indices(self.rows("out", sizes), SAMPLE)
+        cols = harness.sample_indices(problem.cols, SAMPLE)
         left, right = self._factors(rows, cols, sizes)
 
         def epilogue_operand(epilogue: str) -> np.ndarray:
@@ -162,8 +156,7 @@ class GemmCase(Case):
 
     def _of_run(self, name: str, sizes: Sizes) -> np.ndarray:
         """A given tensor as a matrix: of an activation (1, tokens, columns) the tokens of a run of these sizes."""
-        a = self.given[name]
-        return a[0, : sizes.seq] if a.ndim == 3 else a
+        return self.given[name][0, : sizes.seq] if self.given[name].ndim == 3 else self.given[name]
 
     def _factors(self, rows: np.ndarray, cols: np.ndarray, sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
         """The factors (rows, depth) and (depth, cols) whose product is the result at these rows and columns."""
@@ -314,7 +307,8 @@ class AttentionCase(Case):
     def hold(self, read: Read, sizes: Sizes) -> None:
         """Compare the first head of the first sequence and the last head of the last one, at sampled queries (or keys, for dk and
         dv), with float64 attention."""
-        heads, sampled = self.problem.heads, _sampled(sizes.seq)
+        heads = self.problem.heads
+        sampled = harness.sample_indices(sizes.seq, SAMPLE)
         for sequence, head in {(0, 0), (sizes.batch - 1, heads - 1)}:
             reference = SequenceReference(self.problem, self.given, sequence, sizes.seq)
 
@@ -336,10 +330,6 @@ class AttentionCase(Case):
                 sums = reference.dkv(kv_head, sampled)
                 compare("dqkv", "dk", heads + kv_head, sums["dk"], sums["dk size"])
                 compare("dqkv", "dv", heads + self.kv_heads + kv_head, sums["dv"], sums["dv size"])
-
-
-def _sampled(count: int) -> np.ndarray:
-    return harness.sample_indices(count, SAMPLE)
 
 
 def case_of(problem: Problem) -> Case:

@@ -16,16 +16,8 @@ from typing import Any
 from barellm.cuda import attention_config
 from barellm.cuda.attention_config import HEAD_SIZE_CHUNK, MAX_HEAD_SIZE_DKV, AttentionConfig
 from barellm.cuda.kernel import Lowering, lowering, mode
-from barellm.cuda.kernels.attention.attention import (
-    config_of,
-    constants_of,
-    dropout_key,
-    dropout_mask,
-    grid_of,
-    head_sizes,
-    operands_of,
-    options_of,
-)
+from barellm.cuda.kernels.attention import attention
+from barellm.cuda.kernels.attention.attention import dropout_key, dropout_mask
 from barellm.cuda.kernels.attention.attention_mask import (
     LOG2_E,
     apply_mask,
@@ -37,14 +29,7 @@ from barellm.cuda.kernels.attention.attention_mask import (
     starts_of_sequence,
     visible_queries_end,
 )
-from barellm.cuda.kernels.attention.attention_tiles import (
-    dot_over_columns,
-    kv_pointer,
-    kv_rows,
-    load_columns,
-    load_rows,
-    store_rows,
-)
+from barellm.cuda.kernels.attention.attention_tiles import dot_by_chunks, kv_pointer, kv_rows, load_columns, load_rows, store_rows
 from barellm.cuda.kernels.attention.hopper_attention_backward import STATS, launch_hopper_backward
 from barellm.cuda.kernels.common import axis_size
 from barellm.cuda.lang import device, tl
@@ -107,7 +92,7 @@ def add_dkv_of_queries(
         s = tl.dot(keys, tl.trans(q), input_precision="ieee")
     else:
         q = load_columns(q_rows + first, m0, count, D - first, STRIDES[0], BM, DC, PAIR_STRIDES[0])
-        s = dot_over_columns(k_rows, q_rows, n0, m0, count, STRIDES[1], STRIDES[0], PAIR_STRIDES[1], PAIR_STRIDES[0], BN, BM, D, DC)
+        s = dot_by_chunks(k_rows, q_rows, n0, m0, count, STRIDES[1], STRIDES[0], PAIR_STRIDES[1], PAIR_STRIDES[0], BN, BM, D, DC)
     # p, masked.
     lse, delta, first_key = load_query_stats(stats, m0, count, LOCAL, BM)
     if CAP > 0:
@@ -124,7 +109,7 @@ def add_dkv_of_queries(
         dp = tl.dot(values, tl.trans(dout_block), input_precision="ieee")
     else:
         dout_block = load_columns(dout + first, m0, count, D - first, C, BM, DC)
-        dp = dot_over_columns(v_rows, dout, n0, m0, count, STRIDES[2], C, PAIR_STRIDES[1], 0, BN, BM, D, DC)
+        dp = dot_by_chunks(v_rows, dout, n0, m0, count, STRIDES[2], C, PAIR_STRIDES[1], 0, BN, BM, D, DC)
     p_dropped = p  # what v was multiplied by
     if DROPOUT[0] > 0:
         kept = tl.trans(dropout_mask(key, head, m0, n0, H, BM, BN, DROPOUT[0]))
@@ -212,14 +197,10 @@ def attention_dkv(
     # Both gradients, to this chunk of columns.
     scale = softmax_scale(scalars, SOFTMAX_SCALE, SCALE_AT, 1.0)
     column = group * D + first
-    store_rows(
-        dk + token0 * DKV_STRIDES[0] + column, n0, seq, k_sum * scale, D - first, scalars, DKV_MODES[0],
-        DKV_STRIDES[0], BN, DC, K_PAIR_STRIDE,
-    )  # fmt: skip
-    store_rows(
-        dv + token0 * DKV_STRIDES[1] + column, n0, seq, v_sum, D - first, scalars, DKV_MODES[1], DKV_STRIDES[1],
-        BN, DC, K_PAIR_STRIDE,
-    )  # fmt: skip
+    dk = dk + token0 * DKV_STRIDES[0] + column
+    store_rows(dk, n0, seq, k_sum * scale, D - first, scalars, DKV_MODES[0], DKV_STRIDES[0], BN, DC, K_PAIR_STRIDE)
+    dv = dv + token0 * DKV_STRIDES[1] + column
+    store_rows(dv, n0, seq, v_sum, D - first, scalars, DKV_MODES[1], DKV_STRIDES[1], BN, DC, K_PAIR_STRIDE)
 
 
 @device
@@ -303,16 +284,16 @@ def attention_dq(
 @lowering("attention_backward", starts="dq dk dv", views="q k v dq dk dv", also={"starts": "i32"})
 def lower_attention_backward(op: Any, c: Lowering) -> None:
     """Plan three launches: attention_stats into scratch, then dk and dv, then dq, both from it, warp-specialized if configured."""
-    constants = constants_of(op)
+    constants = attention.constants_of(op)
     stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
     rows = 32 if op.bounded else 64  # of 64 with a first key each, the addresses spill on sm_100
     operands = {"stats": stats, "seq": axis_size(op.q, 1, op.fold)}
     c.launch(
         attention_stats, operands, {name: constants[name] for name in ("H", "D", "DP", "LOCAL", "WINDOW", "FOLD")} | {"BM": rows},
-        grid=grid_of(op, op.heads, rows), writes="stats",
+        grid=attention.grid_of(op, op.heads, rows), writes="stats",
     )  # fmt: skip
     constants |= {"SOFTMAX_SCALE": constant_scale(op, constants["D"])}
-    operands |= operands_of(op) | {"stream": int(op.stream)}
+    operands |= attention.operands_of(op) | {"stream": int(op.stream)}
     t = select_backward_config(op, c, "keys", "dk", "dv")
     if t.warp_specialized:
         launch_hopper_backward(op, c, t, stats, constants["SCALE_LOG2"], keys=True)
@@ -322,22 +303,22 @@ def lower_attention_backward(op: Any, c: Lowering) -> None:
         written = {"DKV_MODES": (mode(op, "dk"), mode(op, "dv")), "DKV_STRIDES": (op.dk.row_stride, op.dv.row_stride)}
         c.launch(
             attention_dkv, operands, constants | written | {"BM": t.queries, "BN": t.keys, "DC": DC},
-            grid=grid_of(op, op.kv_heads, t.keys, ceil_div(D, DC)), **options_of(t),
+            grid=attention.grid_of(op, op.kv_heads, t.keys, ceil_div(D, DC)), **attention.options_of(t),
         )  # fmt: skip
     t = select_backward_config(op, c, "queries", "dq")
     if t.warp_specialized:
         return launch_hopper_backward(op, c, t, stats, constants["SCALE_LOG2"], keys=False)
     c.launch(
         attention_dq, operands, constants | {"BM": t.queries, "BN": t.keys},
-        grid=grid_of(op, op.heads, t.queries), **options_of(t),
+        grid=attention.grid_of(op, op.heads, t.queries), **attention.options_of(t),
     )  # fmt: skip
 
 
 def select_backward_config(op: Any, c: Lowering, operation: str, *results: str) -> AttentionConfig:
     """The configuration of dk and dv (`operation` "keys") or of dq ("queries"). The warp-specialized kernel only stores: if one of
     the `results` is added to, the default without it."""
-    t = config_of(op, c, operation)
+    t = attention.config_of(op, c, operation)
     if t.warp_specialized and any(op.modes[name] != "store" for name in results):
         operation = "shared keys" if operation == "keys" and op.heads != op.kv_heads else operation
-        return attention_config.select_attention_config(operation, head_sizes(op)[2], op.q.dtype, c.target.arch)
+        return attention_config.select_attention_config(operation, attention.head_sizes(op)[2], op.q.dtype, c.target.arch)
     return t

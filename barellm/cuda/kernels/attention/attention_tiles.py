@@ -53,7 +53,7 @@ def load_columns(base, first, count, left, STRIDE, ROWS, DC, PAIR_STRIDE=0):
 
 
 @device
-def dot_over_columns(a, b, n0, m0, count, A_STRIDE, B_STRIDE, A_PAIR_STRIDE, B_PAIR_STRIDE, BN, BM, D, DC):
+def dot_by_chunks(a, b, n0, m0, count, A_STRIDE, B_STRIDE, A_PAIR_STRIDE, B_PAIR_STRIDE, BN, BM, D, DC):
     """a b^T (BN, BM) of BN rows of a from n0 on and BM rows of b from m0 on, zeros beyond `count` rows: in steps of DC columns."""
     total = tl.zeros((BN, BM), tl.float32)
     for d0 in range(0, D, DC):

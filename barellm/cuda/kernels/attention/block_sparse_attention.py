@@ -14,15 +14,8 @@ from typing import Any
 
 from barellm.cuda.attention_config import AttentionConfig
 from barellm.cuda.kernel import Lowering, lowering
-from barellm.cuda.kernels.attention.attention import (
-    LN_2,
-    head_constants,
-    head_sizes,
-    masked_config_of,
-    online_softmax,
-    operands_of,
-    options_of,
-)
+from barellm.cuda.kernels.attention import attention
+from barellm.cuda.kernels.attention.attention import LN_2, online_softmax
 from barellm.cuda.kernels.attention.attention_mask import LOWEST
 from barellm.cuda.kernels.attention.attention_tiles import kv_rows, load_rows, store_rows
 from barellm.cuda.kernels.attention.relative_position_bias import add_terms
@@ -95,13 +88,14 @@ def block_sparse_constants(op: Any) -> dict[str, Any]:
     """The constants of an op: those of its heads and scale, of the layout, and TERMS."""
     layout, (first, last) = op.layout, op.distances
     tables = {"BLOCK": layout.block, "LISTS": layout.heads * layout.rows, "ENTRIES": len(layout.keys)}
-    return head_constants(op) | tables | {"SCALE_LOG2": log2(e) / sqrt(head_sizes(op)[1]), "TERMS": (first, last + 1 - first)}
+    heads = attention.head_constants(op)
+    return heads | tables | {"SCALE_LOG2": log2(e) / sqrt(heads["D"]), "TERMS": (first, last + 1 - first)}
 
 
 def select_block_sparse_config(op: Any, c: Lowering, operation: str) -> AttentionConfig:
     """The configuration of attention with a local mask, with tiles at most as large as the largest power of two that divides the
     layout's block. With relative terms tiles are squares of 32, or in fp32 of 16 with four warps: larger ones spill."""
-    t = masked_config_of(op, c, operation)
+    t = attention.masked_config_of(op, c, operation)
     max_size, warps = op.layout.block & -op.layout.block, t.num_warps
     if op.relative is not None:
         size, warps = (16, 4) if op.q.dtype == "fp32" else (32, t.num_warps)
@@ -122,7 +116,7 @@ TABLES = {"rows": "i32", "columns": "i32", "masks": "i32", "relative": PLANES}
 def lower_block_sparse_attention(op: Any, c: Lowering) -> None:
     t = select_block_sparse_config(op, c, "forward")
     c.launch(
-        block_sparse_attention_forward, operands_of(op) | {"seq": axis_size(op.q, 1)},
+        block_sparse_attention_forward, attention.operands_of(op) | {"seq": axis_size(op.q, 1)},
         block_sparse_constants(op) | {"BM": t.queries, "BN": t.keys},
-        grid=block_sparse_grid(op, op.heads, t.queries), **options_of(t),
+        grid=block_sparse_grid(op, op.heads, t.queries), **attention.options_of(t),
     )  # fmt: skip

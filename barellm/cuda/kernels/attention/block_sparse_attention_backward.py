@@ -10,18 +10,11 @@ from math import sqrt
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering, mode
+from barellm.cuda.kernels.attention import block_sparse_attention
 from barellm.cuda.kernels.attention.attention import operands_of, options_of
 from barellm.cuda.kernels.attention.attention_backward import STATS, attention_stats, load_query_stats
 from barellm.cuda.kernels.attention.attention_tiles import kv_pointer, kv_rows, load_rows, store_rows
-from barellm.cuda.kernels.attention.block_sparse_attention import (
-    TABLES,
-    block_of,
-    block_range,
-    block_sparse_constants,
-    block_sparse_grid,
-    is_visible,
-    select_block_sparse_config,
-)
+from barellm.cuda.kernels.attention.block_sparse_attention import TABLES, block_of, block_range, is_visible
 from barellm.cuda.kernels.attention.relative_position_bias import add_terms, add_terms_dq
 from barellm.cuda.kernels.attention.relative_position_bias_backward import append_drelative
 from barellm.cuda.kernels.common import axis_size
@@ -112,25 +105,25 @@ def block_sparse_attention_dq(
 @lowering("block_sparse_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)
 def lower_block_sparse_attention_backward(op: Any, c: Lowering) -> None:
     """Plan the launches of attention_stats (lse, delta of each query, into scratch), then dk and dv, dq, and the relative terms."""
-    constants, operands = block_sparse_constants(op), operands_of(op) | {"seq": axis_size(op.q, 1)}
+    constants, operands = block_sparse_attention.block_sparse_constants(op), operands_of(op) | {"seq": axis_size(op.q, 1)}
     stats = c.scratch("stats", (*(int(n) for n in op.lse.shape), STATS.value))
     operands |= {"stats": stats}
     c.launch(
         attention_stats, {"stats": stats, "seq": operands["seq"], "starts": None},
         {name: constants[name] for name in ("H", "D", "DP")} | {"LOCAL": 0, "WINDOW": -1, "FOLD": 1, "BM": 64},
-        grid=block_sparse_grid(op, op.heads, 64), writes="stats",
+        grid=block_sparse_attention.block_sparse_grid(op, op.heads, 64), writes="stats",
     )  # fmt: skip
     constants |= {"SOFTMAX_SCALE": 1 / sqrt(constants["D"])}
-    t = select_block_sparse_config(op, c, "keys")
+    t = block_sparse_attention.select_block_sparse_config(op, c, "keys")
     written = {"DKV_MODES": (mode(op, "dk"), mode(op, "dv")), "DKV_STRIDES": (op.dk.row_stride, op.dv.row_stride)}
     c.launch(
         block_sparse_attention_dkv, operands, constants | written | {"BM": t.queries, "BN": t.keys},
-        grid=block_sparse_grid(op, op.kv_heads, t.keys), **options_of(t),
+        grid=block_sparse_attention.block_sparse_grid(op, op.kv_heads, t.keys), **options_of(t),
     )  # fmt: skip
-    t = select_block_sparse_config(op, c, "queries")
+    t = block_sparse_attention.select_block_sparse_config(op, c, "queries")
     c.launch(
         block_sparse_attention_dq, operands, constants | {"BM": t.queries, "BN": t.keys},
-        grid=block_sparse_grid(op, op.heads, t.queries), **options_of(t),
+        grid=block_sparse_attention.block_sparse_grid(op, op.heads, t.queries), **options_of(t),
     )  # fmt: skip
     if op.relative is not None:
         append_drelative(c, op, t, operands, constants)

@@ -128,7 +128,11 @@ def attention_consumer_warpgroup(out, lse, queries, keys, values, pingpong, seq,
             hopper.mbarrier.arrive(pingpong.index(1 - WG))
             s = hopper.warpgroup_mma_wait(1, deps=(s,))  # the scores; P V goes on
             consumer_release(k_empty, next_i)
-            p, rescale, row_max, row_sum = online_softmax(s, row_max, row_sum, SCALE_LOG2)
+            new_max = gl.maximum(row_max, gl.max(s, 1) * SCALE_LOG2)
+            p = gl.exp2(s * SCALE_LOG2 - gl.expand_dims(new_max, 1))
+            rescale = gl.exp2(row_max - new_max)  # of what was summed so far
+            row_sum = row_sum * rescale + gl.sum(p, 1)
+            row_max = new_max
             # The next block of values. Here, since ptxas puts the wait for P V before all exponentials if nothing lies between,
             # and a wait for a barrier begins another basic block.
             consumer_wait(v_full, next_i)
@@ -154,15 +158,6 @@ def causal_mask(s, m0, n0, SCORES):
     m = gl.expand_dims(m0 + gl.arange(0, WG_M, layout=gl.SliceLayout(1, SCORES)), 1)
     n = gl.expand_dims(n0 + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES)), 0)
     return gl.where(m >= n, s, LOWEST)
-
-
-@gluon
-def online_softmax(s, row_max, row_sum, SCALE_LOG2):
-    """`online_softmax` of attention.py for scores s (64, BLOCK): (p, rescale of what was summed so far, maximum, sum)."""
-    new_max = gl.maximum(row_max, gl.max(s, 1) * SCALE_LOG2)
-    p = gl.exp2(s * SCALE_LOG2 - gl.expand_dims(new_max, 1))
-    rescale = gl.exp2(row_max - new_max)
-    return p, rescale, new_max, row_sum * rescale + gl.sum(p, 1)
 
 
 @gluon

@@ -25,15 +25,9 @@ from typing import Any
 
 from barellm.cuda.attention_config import AttentionConfig
 from barellm.cuda.kernel import Lowering, TensorMap
+from barellm.cuda.kernels.attention import hopper_attention
 from barellm.cuda.kernels.attention.attention_mask import constant_scale
-from barellm.cuda.kernels.attention.hopper_attention import (
-    BLOCK,
-    head_tensor_map,
-    issue_qk,
-    query_tile,
-    register_operand,
-    store_rows,
-)
+from barellm.cuda.kernels.attention.hopper_attention import BLOCK, issue_qk, query_tile, register_operand, store_rows
 from barellm.cuda.kernels.hopper_pipeline import WG_M, consumer_release, consumer_wait, mbarriers, producer_acquire, wgmma_layout
 from barellm.cuda.lang import constant, gl, gluon, hopper
 from barellm.program.integers import ceil_div
@@ -264,8 +258,8 @@ def launch_hopper_backward(op: Any, c: Lowering, tile: AttentionConfig, stats: T
         results = {"dx": op.dq, "dy": None, "stats": stats, "stats_map": None}
         strides = (op.dq.row_stride, 0)
         heads = op.heads
-    maps = {f"{name}_map": head_tensor_map(c, t, WG_M.value, D) for name, t in (("x", x), ("y", y))}
-    maps |= {f"{name}_map": head_tensor_map(c, t, STREAM_ROWS.value, D) for name, t in (("a", a), ("b", b))}
+    maps = {f"{name}_map": hopper_attention.head_tensor_map(c, t, WG_M.value, D) for name, t in (("x", x), ("y", y))}
+    maps |= {f"{name}_map": hopper_attention.head_tensor_map(c, t, STREAM_ROWS.value, D) for name, t in (("a", a), ("b", b))}
     constants = {"DKV": keys, "SCALE_LOG2": scale_log2, "SOFTMAX_SCALE": constant_scale(op, D), "D": D, "DKV_STRIDES": strides}
     constants |= {"H": op.heads, "GROUP_SIZE": op.heads // op.kv_heads, "STAGES": tile.num_stages}
     c.launch(

@@ -14,7 +14,7 @@ from typing import Any
 
 from barellm.cuda.kernel import Count, Lowering, Size, lowering, mode
 from barellm.cuda.kernels.common import INV_TARGETS, elementwise, flat_indices, scalar_fp64, store_or_add
-from barellm.cuda.kernels.gemm.matmul import load_k_blocks
+from barellm.cuda.kernels.gemm.matmul import grouped_tile, load_k_blocks
 from barellm.cuda.lang import device, tl
 from barellm.program.dtypes import EIGHTS, LARGEST, PLANES, itemsize
 from barellm.program.integers import ceil_div, round_up
@@ -71,12 +71,7 @@ def fp8_gemm(
     `scale` is a gradient's. FP8: a and b are e4m3 or e5m2, whose sums leave the tensor core after each BK
     (`max_num_imprecise_acc`). EVEN: rows are zeros from `depth` up to a multiple of BK, so no mask over K is needed. GROUP: rows of
     tiles that are walked column by column."""
-    N_TILES: tl.constexpr = (N + BN - 1) // BN
-    pid = tl.program_id(0)  # tiles are walked in groups of GROUP rows of them
-    first_m = pid // (GROUP * N_TILES) * GROUP
-    group_m = min(tl.cdiv(M, BM) - first_m, GROUP)
-    in_group = pid % (GROUP * N_TILES)
-    m0, n0 = (first_m + in_group % group_m) * BM, in_group // group_m * BN
+    m0, n0 = grouped_tile(M, N, BM, BN, GROUP)
     m, n, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
     m_in, n_in = m < M - m0, n < N - n0
     a_ptrs = a + tl.cast(m0, tl.int64) * A_STRIDE + (m[:, None] * A_STRIDE + k[None, :])

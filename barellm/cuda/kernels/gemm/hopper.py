@@ -13,14 +13,7 @@ from typing import Any
 from barellm.cuda import gemm_config, tuning
 from barellm.cuda.kernel import MODES, Lowering, Size, TensorMap
 from barellm.cuda.kernels.gemm.epilogue import epilogue_operands
-from barellm.cuda.kernels.gemm.hopper_warp_specialized import (
-    ONES_N,
-    TILE_K,
-    TILE_M,
-    gemm_consumer_warpgroup,
-    gemm_producer_warp,
-    load_epilogue_c,
-)
+from barellm.cuda.kernels.gemm.hopper_warp_specialized import ONES_N, TILE_K, gemm_consumer_warpgroup, gemm_producer_warp, load_c
 from barellm.cuda.kernels.gemm.split_k import SplitK, reduce_splits
 from barellm.cuda.kernels.hopper_pipeline import WG_M, mbarriers, smem_boxes
 from barellm.cuda.lang import gl, gluon, hopper
@@ -82,8 +75,8 @@ def hopper_gemm(
             (gemm_consumer_warpgroup, (outputs, pipeline, c_pipeline, stagger, row_sums, sizes, 1,
                                        A_TRANSPOSED, B_TRANSPOSED, EPILOGUE, TILE_N)),
             (gemm_producer_warp, (a_map, b_map, pipeline, sizes, A_TRANSPOSED, B_TRANSPOSED, TILE_N)),
-            (load_epilogue_c, (c_map, scalars, c_pipeline, sizes, 0, EPILOGUE, TILE_N)),
-            (load_epilogue_c, (c_map, scalars, c_pipeline, sizes, 1, EPILOGUE, TILE_N)),
+            (load_c, (c_map, scalars, c_pipeline, sizes, 0, EPILOGUE, TILE_N)),
+            (load_c, (c_map, scalars, c_pipeline, sizes, 1, EPILOGUE, TILE_N)),
         ], [4, 1, 1, 1], [232, 40, 40, 40])  # fmt: skip
 
 
@@ -117,7 +110,7 @@ def fits_hopper_gemm(
     if any(dtype != out_dtype for dtype in c_dtypes) or sum(read_by_epilogue) > 1:
         return False
     rows, cols, depth = _sizes(gemm_kind, most, N, K)  # of the result, at most
-    tiles = ceil_div(rows, TILE_M.value) * ceil_div(cols, 128)  # 128: the smaller tile_n
+    tiles = ceil_div(rows, gemm_config.TILE_M) * ceil_div(cols, 128)  # 128: the smaller tile_n
     if gemm_kind == "tn":
         tiles *= gemm_config.max_splits(tiles, depth)
         return out_dtype == "fp32" and N % WG_M.value == 0 and 2 * tiles >= gemm_config.WAVE
@@ -135,7 +128,7 @@ def launch_hopper_gemm(
     height, width, depth = _sizes(gemm_kind, most, N, K)
     # Split-K, by the tiles of the default configuration: bits do not depend on tuning.
     default_n = gemm_config.select_tile_n(gemm_kind, height, width, depth)
-    tiles = ceil_div(height, TILE_M.value) * ceil_div(width, default_n)
+    tiles = ceil_div(height, gemm_config.TILE_M) * ceil_div(width, default_n)
     slices = gemm_config.max_splits(tiles, depth) if gemm_kind == "tn" else 1
     split = SplitK(rows, tiles) if slices > 1 else None
     # The epilogue: a result that is added to is a matrix that it reads, unless a second launch adds up slices.
@@ -156,6 +149,12 @@ def launch_hopper_gemm(
     # Boxes that TMA moves: of b, a tile's columns and a step of K, in the order in which it is stored.
     b_box = (config.tile_n, TILE_K.value) if gemm_kind == "nt" else (TILE_K.value, config.tile_n)
     b_rows, b_columns = (rows, width) if gemm_kind == "tn" else (N, K)
+
+    def grid(sizes: Any) -> tuple[int, ...]:
+        """A thread block for each multiprocessor, or for each tile of all slices where those are fewer."""
+        m_tiles = ceil_div(M if isinstance(M, int) else M(sizes), gemm_config.TILE_M)
+        return (min(c.target.sms, m_tiles * ceil_div(width, config.tile_n) * (split.count(sizes) if split else 1)),)
+
     c.launch(
         hopper_gemm,
         {
@@ -170,7 +169,7 @@ def launch_hopper_gemm(
             "A_TRANSPOSED": gemm_kind == "tn", "B_TRANSPOSED": gemm_kind == "nt", "EPILOGUE": epilogue,
             "TILE_N": config.tile_n, "STAGES": config.num_stages, "EPI_STAGES": config.epilogue_stages,
         },
-        grid=_Grid(c.target.sms, M, ceil_div(width, config.tile_n), split.count if split else None),
+        grid=grid,
         writes="out_map pre_map sums",
     )  # fmt: skip
     if split is not None:
@@ -204,17 +203,3 @@ class _Times:
 
     def __call__(self, sizes: Any) -> int:
         return self.size(sizes) * self.factor
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """A grid of one block per multiprocessor, or per tile where those are fewer."""
-
-    sms: int
-    rows: Size | int
-    n_tiles: int
-    slices: Size | None
-
-    def __call__(self, sizes: Any) -> tuple[int, ...]:
-        rows = self.rows if isinstance(self.rows, int) else self.rows(sizes)
-        return (min(self.sms, ceil_div(rows, TILE_M.value) * self.n_tiles * (self.slices(sizes) if self.slices else 1)),)

@@ -92,7 +92,7 @@ def gemm_producer_warp(a_map, b_map, pipeline, sizes, A_TRANSPOSED, B_TRANSPOSED
 
 
 @gluon
-def load_epilogue_c(c_map, scalars, c_pipeline, sizes, WG, EPILOGUE, TILE_N):
+def load_c(c_map, scalars, c_pipeline, sizes, WG, EPILOGUE, TILE_N):
     """The warp that loads C, the matrix (M, N) that the epilogue of consumer WG (0 or 1) reads: a residual, a pre-activation, or
     the gradient that is added to. For each subtile of its tiles (WG_M rows, 128 bytes wide) it waits until the buffer's store is
     done and starts a TMA load into it. EPILOGUE "start": only where the run's scalar `accumulate` adds to what is there."""
@@ -224,7 +224,7 @@ def epilogue_and_store(acc, out_map, pre_map, bias, adding, c_pipeline, row, col
     wide as a buffer (128 bytes), each through shared memory and a TMA store; with pre_map also the pre-activation acc + bias.
 
     EPILOGUE: as in epilogue.py, or "add" (to out) and "start" (add if `adding`), which read C as "residual" does; C's subtiles
-    come from `load_epilogue_c`. bias (N) fp32 or 16-bit, or None. `stored`: subtiles that this consumer has stored so far, which
+    come from `load_c`. bias (N) fp32 or 16-bit, or None. `stored`: subtiles that this consumer has stored so far, which
     says which of its EPI_STAGES buffers is next; gives the new count."""
     c_buffers, c_full, c_empty = c_pipeline
     EPI_STAGES: gl.constexpr = c_buffers.shape[0] // 2

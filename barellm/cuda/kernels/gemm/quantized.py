@@ -55,10 +55,7 @@ def code_value(words, NIBBLE, T0, T1, T2, T3):
 @device
 def signed_byte(words, BYTE):
     """The 8-bit code number BYTE of each 32-bit word in fp32: a shift up and an arithmetic shift down extend its sign."""
-    if BYTE < 3:
-        return ((words << (24 - 8 * BYTE)) >> 24).to(tl.float32)
-    else:
-        return (words >> 24).to(tl.float32)
+    return ((words << (24 - 8 * BYTE)) >> 24).to(tl.float32)
 
 
 @device
@@ -194,18 +191,13 @@ def constants_of(quantization: Scheme, N: int, K: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def words_of(codes: Any) -> tuple[Region, str]:
-    """The operand of codes, as the 32-bit words that kernels read."""
-    return part(codes), "i32"
-
-
 def append_dequantize(c: Lowering, op: Any, rows: Size) -> tuple[Region, str]:
     """Launch the dequantization of an op's weight, in runs in which `rows` is not 0. Returns it (N, K), in the dtype of x."""
     quantization, N, K, dtype = scheme(op.weights), int(op.columns), int(op.x.shape[-1]), op.x.dtype
     out = part(c.scratch("weight", (N, K), dtype)), dtype
     constants = constants_of(quantization, N, K)
     programs = ceil_div(N, TILE) * ceil_div(constants["BLOCKS"], BLOCKS_DEQUANTIZED)
-    operands = {"out": out, "codes": words_of(op.codes), "scales": op.scales}
+    operands = {"out": out, "codes": (part(op.codes), "i32"), "scales": op.scales}
     c.launch(dequantize, operands, constants | {"BB": BLOCKS_DEQUANTIZED}, grid=GridIf(rows, lambda s: (programs,)), writes="out")
     return out
 
@@ -219,7 +211,7 @@ def lower_quantized(op: Any, c: Lowering) -> None:
     rows, most = c.rows(op.x), op.x.size // K
     skinny_rows, BB = RowsWhere(rows, skinny=True), min(BLOCKS_AT_ONCE, pow2(ceil_div(K, BLOCK)))
     pre_out, other = epilogue_operands(op.outputs.get("pre"), op.inputs.get("residual"), epilogue)
-    operands = {"out": op.y, "pre": pre_out, "x": op.x, "codes": words_of(op.codes), "scales": op.scales}
+    operands = {"out": op.y, "pre": pre_out, "x": op.x, "codes": (part(op.codes), "i32"), "scales": op.scales}
     operands |= {"bias": op.inputs.get("bias"), "other": other, "rows": skinny_rows}
     grid = GridIf(skinny_rows, lambda s: (ceil_div(N, TILE),))
     if fits_quantized_mma(quantization, op.x):

@@ -99,6 +99,11 @@ def repeated(group: Sequence[Any], value: Callable[[Any], Any]) -> list[Any]:
     return [value(op) for op in group for _ in range(op.matrices)]
 
 
+def floats_of(group: Sequence[Any], name: str) -> tuple[str, list[float]]:
+    """A column of an attribute of the ops of `group` in fp64, repeated for each matrix."""
+    return "fp64", repeated(group, lambda op: float(getattr(op, name)))
+
+
 def column(operands: Iterable[Tensor | tuple[Region, str]]) -> tuple[str, list[Region]]:
     """A column (kind, addresses) of operands of one dtype: tensors, or pairs of a region and a dtype."""
     pairs = [t if isinstance(t, tuple) else (part(t), t.dtype) for t in operands]

@@ -9,18 +9,8 @@ from typing import Any
 
 from barellm.cuda.kernel import Lowering, lowering
 from barellm.cuda.kernels.common import BLOCK, MOMENTUM, matrix_unit, scalar_fp64
-from barellm.cuda.kernels.optim.multi_tensor import (
-    aligned_pointer,
-    find_entry,
-    integer,
-    launch_multi_tensor,
-    matrix_constants,
-    matrix_pointer,
-    number,
-    of_matrices,
-    pointer,
-    repeated,
-)
+from barellm.cuda.kernels.optim import multi_tensor
+from barellm.cuda.kernels.optim.multi_tensor import aligned_pointer, find_entry, integer, matrix_pointer, number, pointer
 from barellm.cuda.kernels.optim.optimizer import SPAN
 from barellm.cuda.kernels.storage import lo_pointer, load_weight, store_weight, weight_constants, weight_operands, weight_pointer
 from barellm.cuda.lang import constant, device, tl
@@ -54,13 +44,15 @@ def muon_momentum(table, clip, scalars, ENTRIES, WIDE, UNIT, CHUNK, BLOCK, NESTE
     u = matrix_pointer(table, entry, U, ENTRIES, UNIT, HALF, FP16)
     scale, momentum = tl.load(clip + 1), scalar_fp64(scalars, MOMENTUM)
     finite = scale == scale  # NaN says that the gradient's norm is not finite
-    momentum_fp32, grad_factor = momentum.to(tl.float32), ((1.0 - momentum) * scale.to(tl.float64)).to(tl.float32)
+    momentum_fp32 = momentum.to(tl.float32)
+    grad_factor = ((1.0 - momentum) * scale.to(tl.float64)).to(tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for begin in range(0, CHUNK, BLOCK):
         i = tl.max_contiguous(chunk * CHUNK + begin + tl.arange(0, BLOCK), 4)  # 16 bytes an access
         mask = i < n
-        old, g = tl.load(m + i, mask=mask, other=0.0), tl.load(grad + i, mask=mask, other=0.0) * grad_factor
-        new = momentum_fp32 * old + g  # g has the factor 1 - momentum
+        old = tl.load(m + i, mask=mask, other=0.0)
+        g = tl.load(grad + i, mask=mask, other=0.0) * grad_factor  # clipped, times 1 - momentum
+        new = momentum_fp32 * old + g
         update = momentum_fp32 * new + g if NESTEROV else new  # what is orthogonalized
         update = tl.where(finite, update, 0.0)
         tl.store(m + i, tl.where(finite, new, old), mask=mask)
@@ -74,12 +66,12 @@ def lower_momentum(op: Any, c: Lowering) -> None:
     """Plan one launch of muon_momentum for a group of ops, with a table entry for each of their matrices."""
     group: list[Any] = members(op)
     unit = matrix_unit(group[0], group[0].grad)
-    columns = {"units": ("i64", repeated(group, lambda o: o.grad.size // o.matrices // unit))}
-    columns |= {name: of_matrices(group, (getattr(o, name) for o in group)) for name in MOMENTUM_FIELDS[2:]}
+    columns = {"units": ("i64", multi_tensor.repeated(group, lambda o: o.grad.size // o.matrices // unit))}
+    columns |= {name: multi_tensor.of_matrices(group, (getattr(o, name) for o in group)) for name in MOMENTUM_FIELDS[2:]}
     constants = {"UNIT": unit, "CHUNK": CHUNK, "BLOCK": 8 * BLOCK, "NESTEROV": bool(op.nesterov)}
-    constants |= matrix_constants(group[0].u.dtype)
-    chunks, operands = repeated(group, lambda o: o.chunks(o.grad)), {"clip": group[0].clip}
-    launch_multi_tensor(
+    constants |= multi_tensor.matrix_constants(group[0].u.dtype)
+    chunks, operands = multi_tensor.repeated(group, lambda o: o.chunks(o.grad)), {"clip": group[0].clip}
+    multi_tensor.launch_multi_tensor(
         c, muon_momentum, MOMENTUM_FIELDS, chunks, columns, constants, writes="m u partials", operands=operands, warps=16
     )
 
@@ -110,12 +102,14 @@ def lower_normalize(op: Any, c: Lowering) -> None:
     """Plan one launch of muon_normalize for a group of ops, with a table entry for each of their matrices."""
     group: list[Any] = members(op)
     unit = matrix_unit(group[0], group[0].u)
-    sizes = repeated(group, lambda o: o.u.size // o.matrices)
-    columns = {name: of_matrices(group, (getattr(o, name) for o in group)) for name in ("x", "u", "partials")}
-    columns |= {"units": ("i64", [n // unit for n in sizes]), "count": ("i64", repeated(group, lambda o: o.chunks(o.u)))}
-    columns |= {name: ("fp64", repeated(group, lambda o, name=name: float(getattr(o, name)))) for name in ("margin", "eps")}
-    constants = {"UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK, **matrix_constants(group[0].u.dtype), "SUM_BLOCK": 64}
-    launch_multi_tensor(c, muon_normalize, NORMALIZE_FIELDS, (ceil_div(n, SPAN) for n in sizes), columns, constants, writes="x")
+    sizes = multi_tensor.repeated(group, lambda o: o.u.size // o.matrices)
+    columns = {name: multi_tensor.of_matrices(group, (getattr(o, name) for o in group)) for name in ("x", "u", "partials")}
+    columns["units"] = "i64", [n // unit for n in sizes]
+    columns["count"] = "i64", multi_tensor.repeated(group, lambda o: o.chunks(o.u))
+    columns |= {name: multi_tensor.floats_of(group, name) for name in ("margin", "eps")}
+    spans = (ceil_div(n, SPAN) for n in sizes)
+    constants = {"UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK, **multi_tensor.matrix_constants(group[0].u.dtype), "SUM_BLOCK": 64}
+    multi_tensor.launch_multi_tensor(c, muon_normalize, NORMALIZE_FIELDS, spans, columns, constants, writes="x")
 
 
 @device
@@ -206,8 +200,10 @@ def muon_update(table, clip, scalars, ENTRIES, WIDE, UNIT, SPAN, BLOCK, FORMAT, 
     norm_factor = tl.load(clip + 1)
     if norm_factor == norm_factor:  # NaN says that the gradient's norm is not finite: nothing changes
         entry, block = find_entry(table, ENTRIES, WIDE)
-        n, cols = integer(table, entry, UNITS, ENTRIES) * UNIT, integer(table, entry, COLS, ENTRIES)
-        param, lo = weight_pointer(table, entry, PARAM, ENTRIES, UNIT, FORMAT), None
+        n = integer(table, entry, UNITS, ENTRIES) * UNIT
+        cols = integer(table, entry, COLS, ENTRIES)
+        param = weight_pointer(table, entry, PARAM, ENTRIES, UNIT, FORMAT)
+        lo = None
         if FORMAT is not None:
             lo = lo_pointer(table, entry, LO, ENTRIES, UNIT, FORMAT)
         x = matrix_pointer(table, entry, X, ENTRIES, UNIT, HALF, FP16)
@@ -221,7 +217,8 @@ def muon_update(table, clip, scalars, ENTRIES, WIDE, UNIT, SPAN, BLOCK, FORMAT, 
         for first in range(begin, tl.minimum(begin + SPAN, n), BLOCK):
             i = tl.max_contiguous(first + tl.arange(0, BLOCK), 4)
             mask = i < n
-            update, p = size * tl.load(x + i, mask=mask, other=0.0).to(tl.float32), load_weight(param, lo, i, mask)
+            update = size * tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
+            p = load_weight(param, lo, i, mask)
             if SCALED != "":
                 scales = pointer(table, entry, SCALES, ENTRIES, tl.float32, 4)
                 which = i // cols if SCALED == "rows" else i % cols  # row or column of each element
@@ -238,23 +235,25 @@ def lower_update(op: Any, c: Lowering) -> None:
     group: list[Any] = members(op)
     param = group[0].outputs["param"]
     unit = matrix_unit(group[0], param)
-    sizes = repeated(group, lambda o: o.x.size // o.matrices)
+    sizes = multi_tensor.repeated(group, lambda o: o.x.size // o.matrices)
     scaled = group[0].scales is not None
     rows, cols = group[0].one(group[0].x)
     planes = [weight_operands("param", o.outputs["param"]) for o in group]
-    lo = of_matrices(group, (p["param_lo"] for p in planes)) if planes[0]["param_lo"] else ("i64", [0] * len(sizes))
+    lo = multi_tensor.of_matrices(group, (p["param_lo"] for p in planes)) if planes[0]["param_lo"] else ("i64", [0] * len(sizes))
     columns = {
         "units": ("i64", [n // unit for n in sizes]),
-        "param": of_matrices(group, (p["param"] for p in planes)), "lo": lo, "x": of_matrices(group, (o.x for o in group)),
-        "scales": of_matrices(group, (o.scales for o in group)) if scaled else ("i64", [0] * len(sizes)),
-        **{name: ("fp64", repeated(group, lambda o, name=name: float(getattr(o, name)))) for name in ("scale", "lr_scale")},
-        "decay": ("fp64", repeated(group, lambda o: float(o.weight_decay))),
-        "cols": ("i64", repeated(group, lambda o: int(o.x.shape[1]))),
+        "param": multi_tensor.of_matrices(group, (p["param"] for p in planes)),
+        "lo": lo,
+        "x": multi_tensor.of_matrices(group, (o.x for o in group)),
+        "scales": multi_tensor.of_matrices(group, (o.scales for o in group)) if scaled else ("i64", [0] * len(sizes)),
+        **{name: multi_tensor.floats_of(group, name) for name in ("scale", "lr_scale")},
+        "decay": multi_tensor.floats_of(group, "weight_decay"),
+        "cols": ("i64", multi_tensor.repeated(group, lambda o: int(o.x.shape[1]))),
     }  # fmt: skip
     constants = {
         "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK, **weight_constants(param),
-        **matrix_constants(group[0].x.dtype), "CAUTIOUS": bool(group[0].cautious), "SQUARED": group[0].squared or None,
+        **multi_tensor.matrix_constants(group[0].x.dtype), "CAUTIOUS": bool(group[0].cautious), "SQUARED": group[0].squared or None,
         "RATE": SCALARS[group[0].rate].index, "SCALED": ("columns" if rows < cols else "rows") if scaled else "",
     }  # fmt: skip
     spans, operands = (ceil_div(n, SPAN) for n in sizes), {"clip": group[0].clip}
-    launch_multi_tensor(c, muon_update, UPDATE_FIELDS, spans, columns, constants, writes="param lo", operands=operands)
+    multi_tensor.launch_multi_tensor(c, muon_update, UPDATE_FIELDS, spans, columns, constants, writes="param lo", operands=operands)

@@ -6,17 +6,11 @@ from math import log2
 from typing import Any
 
 from barellm.cuda.kernel import COUNTER, Lowering, Table, lowering
+from barellm.cuda.kernels import storage
 from barellm.cuda.kernels.common import BLOCK, LR, STEP, scalar_fp64, unit_of
 from barellm.cuda.kernels.loss.cross_entropy import scale_of
-from barellm.cuda.kernels.optim.multi_tensor import (
-    column,
-    entry_constants,
-    find_entry,
-    integer,
-    launch_multi_tensor,
-    number,
-    pointer,
-)
+from barellm.cuda.kernels.optim import multi_tensor
+from barellm.cuda.kernels.optim.multi_tensor import find_entry, integer, number, pointer
 from barellm.cuda.kernels.pointwise.random import sample_key, shared_words
 from barellm.cuda.kernels.single_pass_reduction import is_last_program
 from barellm.cuda.kernels.storage import (
@@ -24,13 +18,9 @@ from barellm.cuda.kernels.storage import (
     lo_pointer,
     load_moment,
     load_weight,
-    moment_constants,
-    moment_operand,
     store_moment,
     store_weight,
     to_bf16,
-    weight_columns,
-    weight_constants,
     weight_pointer,
 )
 from barellm.cuda.lang import constant, device, tl
@@ -74,7 +64,7 @@ def lower_sum_squares(op: Any, c: Lowering) -> None:
     columns = {"units": ("i64", [s.x.size // unit for s in sums])}
     columns |= {name: ("*fp32", [part(getattr(s, name)) for s in sums]) for name in ("x", "partials")}
     chunks, constants = (ceil_div(s.x.size, CHUNK) for s in sums), {"UNIT": unit, "CHUNK": CHUNK, "BLOCK": 8192}
-    launch_multi_tensor(c, sum_squares, SUM_FIELDS, chunks, columns, constants, writes="partials", warps=16)
+    multi_tensor.launch_multi_tensor(c, sum_squares, SUM_FIELDS, chunks, columns, constants, writes="partials", warps=16)
 
 
 @device
@@ -143,7 +133,7 @@ def _launch_on_partials(op: Any, c: Lowering, function: Any, operands: dict[str,
     fields = {"partials": ("*fp32", [part(t) for t in partials]), "count": ("i64", [t.size for t in partials])}
     c.launch(
         function, {**operands, "totals": c.scratch("totals", (count,), "fp64"), "counter": COUNTER, "table": Table(fields)},
-        {**constants, **entry_constants(count), "BLOCK": 512}, grid=lambda s: (count,), writes=f"totals {writes}",
+        {**constants, **multi_tensor.entry_constants(count), "BLOCK": 512}, grid=lambda s: (count,), writes=f"totals {writes}",
     )  # fmt: skip
 
 
@@ -243,10 +233,10 @@ def lower_update(op: Any, c: Lowering) -> None:
     unit = unit_of(params[0])
     columns = {
         "units": ("i64", [p.size // unit for p in params]),
-        **weight_columns(params),
-        "m": column(moment_operand(m) for m in ms),
-        "v": column(moment_operand(v) for v in vs),
-        "grad": column(u.grad for u in updates),
+        **storage.weight_columns(params),
+        "m": multi_tensor.column(storage.moment_operand(m) for m in ms),
+        "v": multi_tensor.column(storage.moment_operand(v) for v in vs),
+        "grad": multi_tensor.column(u.grad for u in updates),
         "decay": ("fp64", [float(u.weight_decay) for u in updates]),
         "stream": ("i64", [u.stream or 0 for u in updates]),
         "origin": ("i64", [u.grad.first_element for u in updates]),  # in the whole tensor, of a rank's share
@@ -260,9 +250,9 @@ def lower_update(op: Any, c: Lowering) -> None:
     )  # fmt: skip
     constants = both | {
         "UNIT": unit, "SPAN": SPAN, "BLOCK": BLOCK,
-        "BETA1": beta1, "BETA2": beta2, "EPSILON": float(op.eps), **weight_constants(params[0]),
+        "BETA1": beta1, "BETA2": beta2, "EPSILON": float(op.eps), **storage.weight_constants(params[0]),
         "STOCHASTIC": updates[0].stream is not None, "BF16": updates[0].bf16,
-        **moment_constants("M", ms[0]), **moment_constants("V", vs[0]),
+        **storage.moment_constants("M", ms[0]), **storage.moment_constants("V", vs[0]),
     }  # fmt: skip
     spans, operands = (ceil_div(p.size, SPAN) for p in params), {"clip": updates[0].clip, "factors": factors}
-    launch_multi_tensor(c, adamw, UPDATE_FIELDS, spans, columns, constants, writes="param lo m v", operands=operands)
+    multi_tensor.launch_multi_tensor(c, adamw, UPDATE_FIELDS, spans, columns, constants, writes="param lo m v", operands=operands)

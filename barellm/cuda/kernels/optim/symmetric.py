@@ -8,7 +8,7 @@ matrices' dtype (`matrix_constants`). TF32: fp32 inputs are rounded to TF32 for 
 from typing import Any
 
 from barellm.cuda.kernel import Lowering, Table, lowering
-from barellm.cuda.kernels.optim.multi_tensor import matrix_constants, matrix_pointer, number, of_matrices, repeated
+from barellm.cuda.kernels.optim.multi_tensor import floats_of, matrix_constants, matrix_pointer, number, of_matrices
 from barellm.cuda.lang import constant, device, tl
 from barellm.program.grouping import members
 from barellm.program.integers import ceil_div
@@ -138,8 +138,7 @@ def lower_gram(op: Any, c: Lowering) -> None:
 def lower_polynomial(op: Any, c: Lowering) -> None:
     """b = linear a + square a a, with fp64 factors in the table, so that Newton-Schulz steps share the code."""
     group: list[Any] = members(op)
-    factors = {"linear": ("fp64", repeated(group, lambda o: float(o.linear)))}
-    factors |= {"square": ("fp64", repeated(group, lambda o: float(o.square)))}
+    factors = {name: floats_of(group, name) for name in ("linear", "square")}
     n = int(group[0].a.shape[1])
     _symmetric(c, group, [o.b for o in group], [o.a for o in group], depth=n, columns=False, factors=factors)
 
@@ -156,7 +155,7 @@ def lower_apply(op: Any, c: Lowering) -> None:
     constants |= {"ENTRIES": entries, "M": rows, "N": cols, "K": min(rows, cols), "BM": side, "BN": side}
     operands = {"y": [o.y for o in group], "a": xs if tall else bs, "b": bs if tall else xs, "x": xs}
     fields: dict[str, Any] = {name: of_matrices(group, tensors) for name, tensors in operands.items()}
-    fields["scale"] = ("fp64", repeated(group, lambda o: float(o.scale)))
+    fields["scale"] = floats_of(group, "scale")
     tiles = ceil_div(rows, side) * ceil_div(cols, side)
     table = Table(fields, writes=("y",))
     c.launch(gram_apply, {"table": table}, constants, grid=lambda s: (tiles, entries), writes="", **options)
