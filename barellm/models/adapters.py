@@ -93,16 +93,16 @@ def targeted(model: ModelConfig, targets: str) -> list[Module]:
 def freeze(store: Store, adapter: AdapterConfig, compute: str) -> None:
     """Set, before parameters are declared, which ones are trained and how frozen matrices are stored. UserError for a storage dtype
     that programs of the dtype `compute` cannot multiply."""
-    base = ("bf16" if compute == "bf16" else "fp32") if adapter.base == "auto" else adapter.base
-    if base == "bf16" and compute != "bf16":
+    half = compute == "bf16"  # can GEMMs read matrices of 16 bits?
+    base = adapter.base
+    if base == "auto":
+        base = "bf16" if half else "fp32"
+    if base == "bf16" and not half:
         raise UserError(f"adapter.base is 'bf16', and train.dtype {compute}: expected fp32, int8, int4 or nf4")
-    # Matrices that are not quantized are stored in 16 bits if GEMMs can read that
-    store.frozen_dtype = None if base == "fp32" else "bf16" if compute == "bf16" else None
-    if adapter.method:
-        store.trains = lambda name: ".lora_" in name
-    else:
-        patterns = [word.strip() for word in adapter.train_only.split("|")]
-        store.trains = lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
+    # Of matrices that are not quantized. None: as trained ones are stored.
+    store.frozen_dtype = "bf16" if half and base != "fp32" else None
+    patterns = ["*.lora_*"] if adapter.method else [word.strip() for word in adapter.train_only.split("|")]
+    store.trains = lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def declare(p: Program, model: ModelConfig, adapter: AdapterConfig) -> None:

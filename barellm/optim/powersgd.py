@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from barellm.errors import UserError
+from barellm.optim.sharding import Part, all_gather
 from barellm.program import ops
 from barellm.program.ranks import Ranks
 from barellm.program.tensor import Span, Tensor
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 ERROR, FACTOR = "error", "factor"  # of a parameter's state: what was left out, and Q
 TRAVELS = "bf16"  # of factors
-Part = tuple[int, int]  # elements of a tensor: (first, count)
 
 
 @dataclass(frozen=True)
@@ -115,32 +115,40 @@ class Compression:
 
     def _all_reduce(self, p: Program, xs: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Append an all-reduce of each of `xs` to `into` (None: new activations), which is returned: a reduce-scatter, in rank
-        order, then an all-gather. Rank r reduces part r of each tensor (`_part`); empty parts are left out."""
+        order, then an all-gather. Rank r reduces part r of each tensor (`_parts`); empty parts are left out."""
         if into is None:
             into = [p.activation(f"{t.name}.sum", t.shape, t.dtype) for t in xs]
         if self.ranks is None or self.ranks.count == 1:
             for x, y in zip(xs, into, strict=True):
                 p.apply(ops.Cast, into={"y": (y, "store")}, x=x, dtype=y.dtype)
             return list(into)
-        rank, count = self.ranks.rank, self.ranks.count
-        tensors = [(x, y, [_part(x.size, r, count) for r in range(count)]) for x, y in zip(xs, into, strict=True)]
-        # Reduce-scatter: what this rank sends, and what it reduces.
-        sent = [(r, x, parts[r]) for x, _, parts in tensors for r in range(count) if r != rank and parts[r][1]]
-        own = [(x, y, parts[rank]) for x, y, parts in tensors if parts[rank][1]]
-        operands: dict[str, Any] = {f"x{i}": _span(x, part) for i, (_, x, part) in enumerate(sent)}
-        operands |= {"to": [(r,) for r, *_ in sent], "own": [part[1] for *_, part in own]}
-        arrived = p.apply(ops.AllToAll, **operands, dtypes=[x.dtype for x, *_ in own], ranks=self.ranks)
-        for (x, y, part), others in zip(own, arrived.outputs.values(), strict=True):
-            p.apply(ops.SumOverRanks, into={"y": (_span(y, part), "store")}, own=_span(x, part), others=others, rank=rank)
-        # All-gather: the sums of the other ranks.
-        received = [(r, _span(y, parts[r])) for _, y, parts in tensors for r in range(count) if r != rank and parts[r][1]]
-        p.apply(
-            ops.AllGather, into={f"y{i}": (t, "store") for i, (_, t) in enumerate(received)},
-            **{f"x{i}": _span(y, part) for i, (_, y, part) in enumerate(own)},
-            to=[tuple(r for r in range(count) if r != rank)] * len(own), source=[r for r, _ in received],
-            specs=[(t.shape, t.dtype) for _, t in received], exact=p.store.exact, ranks=self.ranks,
-        )  # fmt: skip
+        parts = [_parts(x.size, self.ranks.count) for x in xs]
+        _reduce_scatter(p, self.ranks, xs, into, parts)
+        all_gather(p, self.ranks, list(zip(into, parts, strict=True)))
         return list(into)
+
+
+def _reduce_scatter(
+    p: Program, ranks: Ranks, xs: Sequence[Tensor], into: Sequence[Tensor], parts: Sequence[Sequence[Part]]
+) -> None:
+    """Append the sum over all ranks of this rank's part of each of `xs`, written to the same elements of `into`. `parts`: of each
+    tensor, by rank."""
+    operands: dict[str, Any] = {}
+    destinations: list[tuple[int]] = []
+    owned: list[tuple[Tensor, Tensor]] = []  # (this rank's part of x, where its sum goes)
+    for x, y, of_ranks in zip(xs, into, parts, strict=True):
+        for rank, (first, end) in enumerate(of_ranks):
+            if first == end:
+                continue
+            if rank == ranks.rank:
+                owned.append((Span(x, first, end - first), Span(y, first, end - first)))
+            else:
+                operands[f"x{len(operands)}"] = Span(x, first, end - first)
+                destinations.append((rank,))
+    sizes, dtypes = [x.size for x, _ in owned], [x.dtype for x, _ in owned]
+    arrived = p.apply(ops.AllToAll, **operands, to=destinations, own=sizes, dtypes=dtypes, ranks=ranks)
+    for (x, y), others in zip(owned, arrived.outputs.values(), strict=True):
+        p.apply(ops.SumOverRanks, into={"y": (y, "store")}, own=x, others=others, rank=ranks.rank)
 
 
 def _tall(t: Tensor) -> bool:
@@ -159,21 +167,16 @@ def _packed(declare: Callable[..., Tensor], name: str, sizes: Sequence[int], dty
         return []
     whole, first, spans = declare(name, (sum(sizes),), dtype), 0, []
     for n in sizes:
-        spans.append(_span(whole, (first, n)))
+        spans.append(Span(whole, first, n))
         first += n
     return spans
 
 
-def _span(t: Tensor, part: Part) -> Tensor:
-    return Span(t, *part)
-
-
 def _same(part: Tensor, other: Tensor) -> Tensor:
     """The same elements of another tensor."""
-    return _span(other, (part.first_element, part.size))
+    return Span(other, part.first_element, part.size)
 
 
-def _part(size: int, rank: int, count: int) -> Part:
-    """The elements of a tensor that a rank adds up."""
-    first, end = size * rank // count, size * (rank + 1) // count
-    return first, end - first
+def _parts(size: int, count: int) -> list[Part]:
+    """The elements [first, end) of a tensor that each of `count` ranks adds up, by rank."""
+    return [(size * rank // count, size * (rank + 1) // count) for rank in range(count)]

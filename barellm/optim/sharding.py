@@ -115,7 +115,7 @@ class OptimizerSharding:
         else:
             self.reduce(p, params)
             self._squares(p, params, partials)
-        self._gather(p, [(t, self._chunks(param)) for t, param in zip(partials, params, strict=True)])
+        all_gather(p, self.ranks, [(t, self._chunks(param)) for t, param in zip(partials, params, strict=True)])
         return partials
 
     def _reduce_scatter_shards(self, p: Program, params: Sequence[Tensor], partials: Sequence[Tensor]) -> None:
@@ -185,22 +185,29 @@ class OptimizerSharding:
 
     def all_gather(self, p: Program, params: Sequence[Tensor]) -> None:
         """Append the all-gather of the updated parameters."""
-        self._gather(p, [(t, self.parts[t.name]) for t in params])
+        all_gather(p, self.ranks, [(t, self.parts[t.name]) for t in params])
 
-    def _gather(self, p: Program, shards: Sequence[tuple[Tensor, Sequence[Part]]]) -> None:
-        """Append the all-gather of tensors of which each rank has the elements [first, end) that `shards` names: one op, in which
-        this rank sends its part of each tensor to all others, and receives theirs in place. Empty parts are left out."""
-        rank, count = self.ranks.rank, self.ranks.count
-        sent = [Span(t, *_sized(parts[rank])) for t, parts in shards if _sized(parts[rank])[1]]
-        others = [(source, t, parts[source]) for t, parts in shards for source in range(count) if source != rank]
-        received = [(source, Span(t, *_sized(part))) for source, t, part in others if _sized(part)[1]]
-        p.apply(
-            ops.AllGather, into={f"y{i}": (t, "store") for i, (_, t) in enumerate(received)},
-            **{f"x{i}": t for i, t in enumerate(sent)},
-            to=[tuple(other for other in range(count) if other != rank)] * len(sent),
-            source=[source for source, _ in received], specs=[(t.shape, t.dtype) for _, t in received], exact=p.store.exact,
-            ranks=self.ranks,
-        )  # fmt: skip
+
+def all_gather(p: Program, ranks: Ranks, shards: Sequence[tuple[Tensor, Sequence[Part]]]) -> None:
+    """Append the all-gather of tensors of which each rank has a part; `shards`: (tensor, its parts by rank). It is one op, in which
+    this rank sends its part of each tensor to all others, and receives theirs in place. Empty parts are left out."""
+    sent: list[Tensor] = []
+    received: list[Tensor] = []
+    sources: list[int] = []  # of each received part, the rank that sends it
+    for t, parts in shards:
+        for rank, part in enumerate(parts):
+            first, count = _sized(part)
+            if count and rank == ranks.rank:
+                sent.append(Span(t, first, count))
+            elif count:
+                received.append(Span(t, first, count))
+                sources.append(rank)
+    others = tuple(rank for rank in range(ranks.count) if rank != ranks.rank)
+    into = {f"y{i}": (t, "store") for i, t in enumerate(received)}
+    operands: dict[str, Any] = {f"x{i}": t for i, t in enumerate(sent)}
+    specs = [(t.shape, t.dtype) for t in received]
+    to = [others] * len(sent)
+    p.apply(ops.AllGather, into=into, **operands, to=to, source=sources, specs=specs, exact=p.store.exact, ranks=ranks)
 
 
 def shard(ranks: Ranks, *, whole: Sequence[Tensor], cut: Sequence[Tensor], overlap: bool = False) -> OptimizerSharding:
