@@ -66,25 +66,32 @@ def read(files: Mapping[str, bytes], token_ids: Mapping[str, int], *, eot: int |
     documents, None without one; `leading`: the id that the tokenizer itself puts before texts, None for none. Tokens that the
     tokenizer's files name come before ids in generation_config.json, and these before config.json's. UserError: a damaged file."""
     found = {name: _object(name, files[name]) for name in files if name.endswith(".json")}
-    settings, generation, ids = (found.get(name, {}) for name in (SETTINGS, GENERATION, IDS))
+    settings = found.get(SETTINGS, {})
+    generation = found.get(GENERATION, {})
+    config = found.get(IDS, {})
     named = _named({**found.get("special_tokens_map.json", {}), **settings})  # tokenizer_config.json is the newer file: it wins
-    by_purpose = {purpose: token_ids[name] for purpose, name in named.items() if name in token_ids}
-    config_ids = {key: [*_ids(GENERATION, key, generation), *_ids(CONFIG, key, ids)] for key in ID_KEYS}
-    # A text ends at any of these; the first is the one that is written: the tokenizer's, if it has one.
-    ends = [by_purpose["eos_token"]] if "eos_token" in by_purpose else []
-    ends += config_ids["eos_token_id"]
-    ends = ends or [token_ids[name] for name in AFTER_TEXT if name in token_ids] or ([] if eot is None else [eot])
+
+    def ids_of(purpose: str) -> list[int]:
+        """Ids of "bos", "eos" or "pad": of the token that the tokenizer names, then the generation settings', then the model's."""
+        token = named.get(f"{purpose}_token", "")
+        own = [token_ids[token]] if token in token_ids else []
+        key = f"{purpose}_token_id"
+        return [*own, *_ids(GENERATION, key, generation), *_ids(CONFIG, key, config)]
+
+    ids = {purpose: ids_of(purpose) for purpose in ("bos", "eos", "pad")}
+    # A text ends at any of these; the first is the one that is written.
+    documents = [] if eot is None else [eot]
+    ends = ids["eos"] or [token_ids[name] for name in AFTER_TEXT if name in token_ids] or documents
     # Before a prompt: as add_bos_token says; where it says nothing, what the tokenizer puts there by itself. A tokenizer with
     # settings that has neither begins with nothing; only one without any settings, such as GPT-2's own, begins as documents do.
-    if isinstance(add_bos := settings.get("add_bos_token"), bool):
-        begin = by_purpose.get("bos_token") if add_bos else None
+    add_bos = settings.get("add_bos_token")
+    if isinstance(add_bos, bool):
+        begin = token_ids.get(named.get("bos_token", "")) if add_bos else None
     else:
         begin = leading if leading is not None or settings else eot
-    pads = [by_purpose["pad_token"]] if "pad_token" in by_purpose else config_ids["pad_token_id"]
     return Conventions(
-        begin=begin, end=ends[0] if ends else None, ends=frozenset(ends) | (frozenset() if eot is None else {eot}),
-        pad=pads[0] if pads else None, named=named, templates=_templates(files, settings, found.get(OLD_TEMPLATE, {})),
-        sampling=_sampling(generation), ids=ids,
+        begin=begin, end=next(iter(ends), None), ends=frozenset(ends + documents), pad=next(iter(ids["pad"]), None), named=named,
+        templates=_templates(files, settings, found.get(OLD_TEMPLATE, {})), sampling=_sampling(generation), ids=config,
     )  # fmt: skip
 
 
@@ -100,7 +107,9 @@ def _named(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def _ids(where: str, key: str, found: Mapping[str, Any]) -> list[int]:
     value = found.get(key)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if value is None:
+        return []
+    ids = value if isinstance(value, list) else [value]
     if any(type(i) is not int for i in ids):
         raise UserError(f"{where}: {key} is {shown(value)}, expected an id or a list of ids")
     return [i for i in ids if i >= 0]  # some files say -1 for none

@@ -70,8 +70,7 @@ def found_or_fresh(name: str, *, device: str, dtype: str | None = None, weights:
 
 def found(name: str, *, device: str, dtype: str | None = None, batch: int = 1, weights: str | None = None, adapter="") -> Found:
     """Find a checkpoint (a run's newest complete one) or another program's model, without reading weights. `dtype`: default is the
-    trained one. `weights`: a quantization scheme. `adapter`: a folder to merge. Damaged newer checkpoints are reported on
-    stderr."""
+    trained one. `weights`: a quantization scheme. `adapter`: a folder to merge. Damaged newer checkpoints are named on stderr."""
     check_device(device)
     if weights is not None:
         scheme(weights)

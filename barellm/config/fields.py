@@ -158,8 +158,7 @@ def entries(section: type[Section]) -> dict[str, Entry]:
 
 
 def converted(key: str, found: Any, kind: type) -> Any:
-    """`found` as a value of type `kind` (Python's or NumPy's). UserError for other types, non-finite and huge (> 100 bits)
-    numbers."""
+    """`found` as a value of type `kind` (Python's or NumPy's). UserError for other types, non-finite and huge (> 100 bits) ones."""
     is_truth = isinstance(found, bool) or getattr(getattr(found, "dtype", None), "kind", "") == "b"
     of_kind = {int: Integral, float: Real, bool: bool, str: str}[kind]
     if is_truth != (kind is bool) or not (is_truth or isinstance(found, of_kind)) or getattr(found, "ndim", 0):

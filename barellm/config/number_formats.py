@@ -28,8 +28,7 @@ class NumberFormat:
 
 def number_format(name: str) -> NumberFormat | None:
     """The format of a name; None if it names none. Those of 8 bits and more are as IEEE 754 has them, with a last exponent for
-    infinity and NaN; but e4m3 is OCP's, where of that exponent the last number alone is NaN. Shorter ones have numbers only, as
-    OCP's MX formats."""
+    infinity and NaN; but e4m3 is OCP's, where of that exponent the last number alone is NaN. Shorter ones: numbers only (MX)."""
     found = re.fullmatch(r"e(\d+)m(\d+)(?:b(-?\d+))?", name.strip())
     if not found:
         return None

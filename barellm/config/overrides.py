@@ -130,8 +130,7 @@ def _with_muon_lr(changes: dict[str, Any], base: Mapping[str, Any]) -> dict[str,
 
 def changed(config: Config, *layers: Mapping[str, object]) -> Config:
     """The configuration after applying `layers` of changes in order. Implied changes: another vocabulary size resets its padding; a
-    new limit (steps, epochs, minutes) replaces the old limits; Muon's rate follows `optim.lr`; adapters bring their own default
-    rate and optimizer."""
+    new limit (steps, epochs, minutes) replaces the old ones; Muon's rate follows `optim.lr`; adapters have their own defaults."""
     before, changes = flat(config), {}
     if not before["adapter.method"] and any(layer.get("adapter.method") for layer in layers):
         layers = (adapter.DEFAULTS, *layers)

@@ -57,8 +57,7 @@ def encode(found: Sequence[Conversation], tokenizer: Tokenizer) -> Iterator[list
 
 def _by_marks(group: Sequence[Conversation], tokenizer: Tokenizer) -> list[list[Segment]]:
     """Split rendered conversations at the template's {% generation %} marks. A marked span belongs to the next assistant message
-    whose text it contains, else to the one before (owner None: no loss). The marks are rendered as a string that no message
-    contains."""
+    whose text it contains, else to the one before (owner None: no loss). The marks are rendered as a string of no message."""
     mark, _ = templates.unused(json.dumps([one.messages for one in group], ensure_ascii=False))
     variables = {"add_generation_prompt": False, templates.MARK: mark}
     found = []

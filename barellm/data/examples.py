@@ -43,29 +43,40 @@ def encode_examples(found: list[forms.Example], tokenizer: tokenizers.Tokenizer)
     """Tokenize examples. Prompt and answer are encoded apart, so no token spans both; conversations are rendered by the model's
     chat template if it has one. UserError, with the location, for an example without a token of prompt or of answer (possible where
     the tokenizer has no end-of-text token to add)."""
-    # A part is (text, trained): True and None are answers, with and without a loss, and end with the end token; False is a prompt.
-    known = tokenizer.conventions
-    talks = [one.conversation if known.templates else None for one in found]
-    written = conversations.encode([talk for talk in talks if talk], tokenizer)
+    # All texts are encoded in one call, and taken from its result example by example.
+    talks = [one.conversation if tokenizer.conventions.templates else None for one in found]
+    rendered = conversations.encode([talk for talk in talks if talk], tokenizer)
     texts = [text for one, talk in zip(found, talks, strict=True) if not talk for text, _ in one.parts]
-    ids = iter(tokenizer.encode_many(texts))
-    begin, end = (np.array([] if i is None else [i], np.int32) for i in (known.begin, known.end))
-    tokens, answer, sizes = [], [], []
+    encoded = iter(tokenizer.encode_many(texts))
+    tokens: list[np.ndarray] = []
+    answer: list[np.ndarray] = []
+    sizes = []
     for one, talk in zip(found, talks, strict=True):
-        segments = next(written) if talk else [(begin, False)]
-        for _, answers in () if talk else one.parts:
-            segments += [(next(ids), False)] if answers is False else [(next(ids), bool(answers)), (end, bool(answers))]
-        tokens += [piece for piece, _ in segments]
-        answer += (flags := [np.full(len(piece), answers) for piece, answers in segments])
-        counted = np.concatenate(flags)
-        if not counted.any() or counted[0]:  # nothing to learn, or nothing before the first answer token to predict it from
-            lacking = "prompt" if counted.any() else "answer"
+        segments = next(rendered) if talk else _segments(one, encoded, tokenizer)
+        targets = np.concatenate([np.full(len(ids), has_loss) for ids, has_loss in segments])
+        if not targets.any() or targets[0]:  # nothing to learn, or nothing before the first answer token to predict it from
+            lacking = "prompt" if targets.any() else "answer"
             why = f"the tokenizer {tokenizer.name} has no end-of-text token that could stand there"
             raise UserError(f"{one.where} has no token in its {lacking}, and {why}: expected at least one")
-        sizes.append(len(counted))
-    text_bytes = [sum(len(text.encode()) for text, answers in one.parts if answers) for one in found]
-    talked, sums = any(one.conversation for one in found), np.cumsum([0, *sizes])
-    return Examples(np.concatenate(tokens), np.concatenate(answer), sums, np.array(text_bytes, np.int64), talked)
+        tokens += [ids for ids, _ in segments]
+        answer.append(targets)
+        sizes.append(len(targets))
+    text_bytes = [sum(len(text.encode()) for text, trained in one.parts if trained) for one in found]
+    begins = np.cumsum([0, *sizes])
+    talked = any(one.conversation for one in found)
+    return Examples(np.concatenate(tokens), np.concatenate(answer), begins, np.array(text_bytes, np.int64), talked)
+
+
+def _segments(one: forms.Example, encoded: Iterator[np.ndarray], tokenizer: tokenizers.Tokenizer) -> list[tuple[np.ndarray, bool]]:
+    """(ids, has_loss) of the parts of an example without a chat template, whose ids are the next of `encoded`: behind the begin
+    token, and with the end token behind each answer."""
+    begin, end = (np.array([] if i is None else [i], np.int32) for i in (tokenizer.conventions.begin, tokenizer.conventions.end))
+    segments = [(begin, False)]
+    for _, trained in one.parts:
+        segments.append((next(encoded), bool(trained)))
+        if trained is not False:  # an answer, with a loss or, of None, without
+            segments.append((end, bool(trained)))
+    return segments
 
 
 class Packed:
@@ -212,8 +223,7 @@ def split(paths: list[Path], name: str, val_fraction: float,
           make: Callable[[Callable[[], Iterator[str]]], tokenizers.Tokenizer],
           ) -> tuple[Examples, Examples, tokenizers.Tokenizer, str]:  # fmt: skip
     """Read and tokenize examples: (training part, validation part, tokenizer, hash of the examples). The last `val_fraction` of
-    them, at least one, is for validation; 1: all. `make(texts)` makes the tokenizer from all texts; `name` is the source in error
-    messages."""
+    them, at least one, is for validation; 1: all. `make(texts)` makes the tokenizer; `name`: the source in errors."""
     all_examples, digest = forms.read_examples(paths)
     val_count = max(1, round(len(all_examples) * val_fraction))
     if len(all_examples) < 2 and val_fraction < 1:

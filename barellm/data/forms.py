@@ -31,8 +31,7 @@ EXPECTED = f"texts named {records.EXAMPLES}"
 @dataclass(frozen=True)
 class Example:
     """One example. `parts`: its texts, each with True (answer, trained on), False (prompt) or None (answer without loss).
-    `conversation`: rendered by the model's chat template if it has one; `parts` are the fallback. `where`: location for error
-    messages."""
+    `conversation`: rendered by the model's chat template if it has one; `parts` are the fallback. `where`: location for errors."""
 
     parts: list[tuple[str, bool | None]]
     where: str

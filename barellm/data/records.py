@@ -33,8 +33,7 @@ def preferences(record: dict) -> str:
 
 def records(path: Path, kind: str, start: int = 0, stop: int | None = None) -> Iterator[tuple[str, Any, int]]:
     """Iterate over the records of a file in the positions [start, stop) (see the module's docstring; stop None: to the end). Yields
-    (location for error messages, the parsed record, the position after it). `kind` is the format: jsonl, json, csv, tsv or
-    parquet."""
+    (location for error messages, the parsed record, the position after it). `kind`: jsonl, json, csv, tsv or parquet."""
     if kind == "jsonl":
         at, found = text_chunks(path, start, stop)
         yield from _json_lines(path, found, at)
@@ -236,8 +235,7 @@ def _csv(path: Path, chunks: Iterator[bytes], delimiter: str) -> Iterator[tuple[
 
 def _batches(path: Path, field: str = "", start: int = 0, stop: int | None = None) -> Iterator[tuple[int, Any]]:
     """Iterate over (index of the first row, Arrow record batch) of a Parquet file, with the text column `field` only, or all
-    columns for "". Row groups that lie outside [start, stop) are skipped unread; other rows outside must be filtered by the
-    caller."""
+    columns for "". Row groups that lie outside [start, stop) are skipped unread; the caller filters other rows outside."""
     library = required("pyarrow.parquet", path.name)
     arrow = required("pyarrow", path.name)
     try:

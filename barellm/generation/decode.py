@@ -60,8 +60,7 @@ class Decoder:
         self, prompts: Sequence[Sequence[int]], *, count: int, hows: Sequence[Sampling], ended: Container[int] = ()
     ) -> Iterator[tuple[int, int]]:
         """Batched generation: yields (prompt number, token) for up to `count` tokens of each prompt, or until its number is in
-        `ended`, to which the caller may add. Needs as many cache rows as prompts. Results equal single generation if the GEMM is
-        batch-invariant."""
+        `ended`, to which the caller may add. Needs a cache row a prompt. With a batch-invariant GEMM results equal single ones."""
         assert len(prompts) <= MOST_TOGETHER
         rows = [Row(i, list(prompt), how) for i, (prompt, how) in enumerate(zip(prompts, hows, strict=True))]
         while rows := [row for row in rows if row.drawn < count and row.number not in ended]:

@@ -131,8 +131,7 @@ def of_checkpoint(step: Path, model: ModelConfig) -> Adapter:
 
 def continued(base: Weights, adapter: Adapter, config: Config, changes: Mapping[str, Any]) -> tuple[Config, Weights]:
     """(`config` with the adapter's rank, scale and modules, `base` with its A and B as `trained`), for a run that trains it on.
-    UserError if `changes`, what the command line says, ask for others, or if the modules differ among themselves: a run has one
-    rank and one scale."""
+    UserError if `changes`, what the command line says, ask for others, or if the modules differ in rank or scale."""
     shapes = {(len(pair.a), pair.scale) for pair in adapter.pairs.values()}
     if len(shapes) > 1:
         found = f"{adapter.path} has modules of different ranks or scales"

@@ -72,8 +72,7 @@ def _windows(model: Any) -> list[int]:
 
 
 def meanings(model: Any) -> dict[str, Any]:
-    """The fields of a configuration that decide what it computes, those whose default depends on others replaced by what they mean
-    together."""
+    """The fields of a configuration that decide what it computes, those whose default depends on others as what they mean."""
     known = entries(type(model))
     found = {name: getattr(model, name) for name in known if not known[name].of_run and name not in ("family", "padded_vocab")}
     if "head_dim" not in found:
@@ -147,8 +146,7 @@ def _array(weights: Weights, part: Part) -> np.ndarray:
 
 
 def _contents(model: Any, arch: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What a file says of the model by llama.cpp's keys, and the tensors that are no parameters: by what it divides RoPE's
-    frequencies."""
+    """What a file says of the model by llama.cpp's keys, and the tensors that are no parameters: RoPE's divisors."""
     known = hugging_face(model)
     config = {key: values[0] for key, values in known.kinds.items()}
     config |= {**{key: getattr(model, name) for key, (name, _) in known.sizes.items()}, **known.written(model)}

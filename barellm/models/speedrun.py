@@ -32,9 +32,9 @@ from barellm.config import Config as Run
 from barellm.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
 from barellm.config.fields import at_least, between, divides, one_of, value
 from barellm.errors import UserError
+from barellm.models.speedrun_schedule import StageSettings, yarn
 from barellm.models.speedrun_schedule import only_stage as only_stage
 from barellm.models.speedrun_schedule import training_schedule as training_schedule
-from barellm.models.speedrun_schedule import yarn
 from barellm.models.stages import Stage, parse, table
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ def _trunk(p: Program, cfg: Config, w: Weights, tokens_BT: Tensor) -> Tensor:
         ids_BT = p.bigram_ids(tokens_BT, buckets=buckets, reserved=reserved)
         bigram_BTC = p.embedding(ids_BT, w.bigrams, dtype=p.compute)
         lane0_BTC = p.mix((x0_BTC, 1.0), (bigram_BTC, number("bigrams.scale", 0)))
-    seen = _Seen(p.yarn_tables(yarn(cfg, 0), 2 * cfg.max_seq), _starts(p, cfg, tokens_BT))
+    seen = _Seen(p.yarn_tables(yarn(StageSettings.of(cfg), 0), 2 * cfg.max_seq), _starts(p, cfg, tokens_BT))
     lane1_BTC = saved_BTC = backout_BTC = None
 
     def injected(i: int) -> list[Term]:

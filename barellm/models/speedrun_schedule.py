@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 from barellm.errors import UserError
 from barellm.models.stages import Schedule, parse, table
@@ -19,32 +19,25 @@ LEAST = 0.15  # factor of the learning rates after the decay
 ENDLESS = 1 << 30  # steps
 
 
-class Staged(Protocol):
-    """The fields of a model's configuration that its stages are made of; models/speedrun.py says what each is."""
+@dataclass(frozen=True)
+class StageSettings:
+    """The fields of a model's configuration that its stages are made of (models/speedrun.py)."""
 
-    @property
-    def stages(self) -> str: ...
-    @property
-    def extension(self) -> int: ...
-    @property
-    def decay_fraction(self) -> float: ...
-    @property
-    def untie(self) -> int: ...
-    @property
-    def block(self) -> int: ...
-    @property
-    def final_window(self) -> int: ...
-    @property
-    def head_size(self) -> int: ...
-    @property
-    def max_seq(self) -> int: ...
+    stages: str  # the table, a stage a row
+    extension: int  # steps behind those of the table
+    decay_fraction: float  # of the steps of the table, the last ones: the learning rates decay linearly
+    untie: int  # the stage from whose first step on the embedding is another matrix than the classifier
+    block: int  # tokens of one unit of an attention window
+    final_window: int  # blocks of the long window behind the last step
+    head_size: int
+    max_seq: int
+
+    @classmethod
+    def of(cls, model: Any) -> StageSettings:
+        return cls(**{field.name: getattr(model, field.name) for field in fields(cls)})
 
 
-def _staged(config: Run) -> Staged:
-    return cast(Staged, config.model)
-
-
-def yarn(cfg: Staged, index: int) -> Yarn:
+def yarn(cfg: StageSettings, index: int) -> Yarn:
     """RoPE frequencies and attention scale of stage `index`: YaRN applied once for each widening of the long window up to it."""
     from barellm.program.ops.attention.qk_rotary import Yarn
 
@@ -70,48 +63,61 @@ class Stages:
         return Schedule(stages, total or self.run.train.steps, cfg.extension, cfg.decay_fraction, LEAST)
 
     @property
-    def _config(self) -> Staged:
-        return _staged(self.run)
+    def _config(self) -> StageSettings:
+        return StageSettings.of(self.run.model)
 
     def step(self, index: int, total: int | None) -> StepPlan:
-        """What step `index` runs: Adam's parameters are updated in every second step, from two steps' gradients."""
-        schedule, optim, train, cfg = self.schedule(total), self.run.optim, self.run.train, self._config
-        stage, rate = schedule.stages[schedule.index(index)], schedule.lr(index)
-        begins = schedule.first(cfg.untie) if cfg.untie < len(schedule.stages) else schedule.total + 1
-        untied = begins | 1  # an odd step: the embedding leaves the classifier at the end of it
-        rates = optim.rates(lambda high, low: high * rate)
+        """What step `index` (from 0) of `total` runs: its sequence length, learning rates, and the programs behind the backward
+        pass. Gradients are kept over pairs of steps: an odd step adds to those of the step before it."""
+        schedule, optim, train = self.schedule(total), self.run.optim, self.run.train
+        stage = schedule.stages[schedule.index(index)]
+        factor = schedule.lr(index)
+        rates = optim.rates(lambda high, low: high * factor)
         scalars = {**rates, "step": (index + 1) // 2, "seed": train.seed}
         scalars["momentum"] = momentum(index, total=schedule.total, optim=optim)
-        if index % 2 == 0:
-            updates = [("optimizer_step", scalars)]
-        else:
-            updates = [("optimizer_step_tied" if index <= untied else "optimizer_step_untied", scalars)]
-            updates += [("untie", {})] * (index == untied)
         return StepPlan(
             seq=stage.seq, document=stage.document, rates=rates, inv_targets=1.0 / train.gradient_accumulation_steps,
-            shown=1.0 / (train.micro_batch_size * stage.seq), loss="next_loss", adds=index % 2 == 1, updates=tuple(updates),
+            shown=1.0 / (train.micro_batch_size * stage.seq), loss="next_loss", adds=index % 2 == 1,
+            updates=self._updates(index, schedule, scalars),
         )  # fmt: skip
+
+    def _updates(self, index: int, schedule: Schedule, scalars: dict[str, Any]) -> tuple[tuple[str, dict[str, Any]], ...]:
+        """(program, its scalars) of each update of step `index`: an even step updates the matrices of layers alone, an odd one all
+        parameters, the embedding with the classifier until they are untied."""
+        if index % 2 == 0:
+            return (("optimizer_step", scalars),)
+        untie = self._config.untie
+        begins = schedule.first(untie) if untie < len(schedule.stages) else schedule.total + 1
+        last_tied = begins | 1  # an odd step, the first from `begins` on: at its end the embedding becomes a copy
+        if index > last_tied:
+            return (("optimizer_step_untied", scalars),)
+        tied = ("optimizer_step_tied", scalars)
+        return (tied, ("untie", {})) if index == last_tied else (tied,)
 
     def on_step(self, session: ScheduledSession, index: int, total: int | None) -> None:
         """Set what step `index` reads: the scalars window_short and window_long (tokens), mtp_0, mtp_1, ... (weights of the next
         tokens' losses) and attention_scale, and the YaRN tables. Behind the last step, `total`, it is the last window of all."""
-        schedule, cfg = self.schedule(total), self._config
+        schedule, cfg, scalars = self.schedule(total), self._config, session.default_scalars
         number = schedule.index(index)
-        short, long = (blocks * cfg.block for blocks in schedule.stages[number].windows)
-        if index >= schedule.total:
-            long = cfg.final_window * cfg.block
+        # Attention windows, in tokens.
+        short, long = schedule.stages[number].windows
+        scalars["window_short"] = short * cfg.block
+        scalars["window_long"] = (long if index < schedule.total else cfg.final_window) * cfg.block
+        # Multi-token prediction.
+        for distance, weight in enumerate(schedule.weights(index)):
+            scalars[f"mtp_{distance}"] = weight
+        # YaRN: the tables and the scale change at the same steps, so tables are written only where the scale is a new one.
         angles = yarn(cfg, number)
-        weights = schedule.weights(index)
-        session.default_scalars |= {f"mtp_{k}": weight for k, weight in enumerate(weights)}
-        if angles.scale != session.default_scalars.get("attention_scale"):  # the tables and the scale change at the same steps
-            for name, values in zip(("yarn.cos", "yarn.sin"), angles.tables(2 * cfg.max_seq), strict=True):
-                session.write(name, values)
-        session.default_scalars |= {"window_short": short, "window_long": long, "attention_scale": angles.scale}
+        if angles.scale != scalars.get("attention_scale"):
+            cos, sin = angles.tables(2 * cfg.max_seq)
+            session.write("yarn.cos", cos)
+            session.write("yarn.sin", sin)
+            scalars["attention_scale"] = angles.scale
 
 
 def training_schedule(config: Run) -> Stages:
     """UserError where a stage is longer than the rows that the run has room for, or where their number is not known."""
-    cfg, train = _staged(config), config.train
+    cfg, train = StageSettings.of(config.model), config.train
     longest = max(stage.seq for stage in parse(cfg.stages, key="model.stages"))
     if longest > train.seq:
         raise UserError(f"model.stages has seq={longest}, above train.seq {train.seq}")
@@ -124,7 +130,7 @@ def training_schedule(config: Run) -> Stages:
 
 def only_stage(config: Run, number: int) -> Run:
     """The run as if it had one stage only, which does not end: of those of its table the one with this number, from 1."""
-    cfg = _staged(config)
+    cfg = StageSettings.of(config.model)
     stages = parse(cfg.stages, key="model.stages")
     if not 1 <= number <= len(stages):
         raise UserError(f"--stage is {number}, expected 1 to {len(stages)}")

@@ -77,8 +77,7 @@ def model_schedule(config: Config) -> TrainingSchedule | None:
 
 def runs_per_step(config: Config) -> dict[str, float]:
     """How often each program runs in an optimizer step: "forward_backward" once for each micro-batch, a program that ends every
-    second step half the time. Counted over the second cycle of a run's schedule: the first may hold what happens once, such as
-    untying."""
+    second step half the time. Counted over the second cycle of a run's schedule: untying, and the like, may be in the first."""
     training_schedule, train = model_schedule(config), config.train
     micro = {"forward_backward": float(train.gradient_accumulation_steps)}
     if training_schedule is None:

@@ -81,8 +81,7 @@ class Muon:
 
 def muon_rules(config: OptimConfig, hidden: str) -> list[rules.Rule]:
     """The table for `optim.name muon`: Muon for the matrices whose names match the shell pattern `hidden`, AdamW's rules for the
-    rest (the first rule that matches a parameter decides). `config.normuon` is the beta2 of NorMuon's second moment; 0 is plain
-    Muon."""
+    rest (the first rule that matches a parameter decides). `config.normuon`: beta2 of NorMuon's second moment; 0: plain Muon."""
     blocks = Muon(
         rate="muon_lr", orthogonalization=config.orthogonalization, ns_steps=config.ns_steps, scale=config.step_scale,
         weight_decay=config.weight_decay, cautious=config.cautious, beta2=config.normuon,

@@ -131,8 +131,7 @@ class Compression:
 def _reduce_scatter(
     p: Program, ranks: Ranks, xs: Sequence[Tensor], into: Sequence[Tensor], parts: Sequence[Sequence[Part]]
 ) -> None:
-    """Append the sum over all ranks of this rank's part of each of `xs`, written to the same elements of `into`. `parts`: of each
-    tensor, by rank."""
+    """Append the sum over all ranks of this rank's part of each of `xs`, at the same elements of `into`. `parts`: by rank."""
     operands: dict[str, Any] = {}
     destinations: list[tuple[int]] = []
     owned: list[tuple[Tensor, Tensor]] = []  # (this rank's part of x, where its sum goes)

@@ -60,8 +60,7 @@ class OptimizerSharding:
     def start_reduce_scatter(self, p: Program, params: Sequence[Tensor]) -> None:
         """Append to the backward pass the non-blocking exchange of the gradients of `params`, an op a bucket, which also starts the
         receives of this rank's shard. An op has the gradients of all ranks' pieces as operands, those of this rank's own shard too,
-        though they are sent to nobody: so each rank waits until the whole bucket is complete, and all ranks send buckets in the
-        same order."""
+        though they are sent to nobody: so each rank waits until the whole bucket is complete, and all ranks have one order."""
         ranks = self.ranks
         for number, bucket in enumerate(self._overlapped_buckets(params)):
             sends = []  # (piece, its destination ranks)
@@ -120,8 +119,7 @@ class OptimizerSharding:
 
     def _reduce_scatter_shards(self, p: Program, params: Sequence[Tensor], partials: Sequence[Tensor]) -> None:
         """Append the reduce-scatter by reads of the other ranks' memory, with the partial sums of squares of this rank's shard: an
-        op for each segment of the model (`_groups`). The ranks meet before the first, when all have their gradients, and after the
-        last."""
+        op for each segment of the model (`_groups`). The ranks meet before the first, when gradients are there, and at the end."""
         groups = self._groups(list(zip(params, partials, strict=True)))
         for number, group in enumerate(groups):
             operands, into, to = self._operands_of_shards(p, group)

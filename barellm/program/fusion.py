@@ -194,8 +194,7 @@ class _Index:
         return self._ordered(fusion, match) and self._hidden(fusion, match)
 
     def _ordered(self, fusion: Fusion, match: list[Op]) -> bool:
-        """Whether no tensor is written twice, dependent ops keep their order, and operands have the versions that the links
-        mean."""
+        """Whether no tensor is written twice, dependent ops keep their order, and operands have the links' versions."""
         for i, op in enumerate(match):
             reads, writes = _bases(op.inputs), _bases(op.outputs)
             for earlier in match[:i]:

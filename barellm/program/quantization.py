@@ -121,8 +121,7 @@ def scales_of(largest: np.ndarray, least: np.ndarray, how: Scheme) -> np.ndarray
 
 def halves(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Scales (N, groups) as fp16, and exponents (N, 1) of the powers of two that multiply each row: 0 if all are normal fp16
-    numbers, zero or non-finite. Otherwise the row's largest scale gets exponent TOP, and scales 2^27 times smaller lose
-    precision."""
+    numbers, zero or non-finite. Otherwise the row's largest scale gets exponent TOP; ones 2^27 times smaller lose precision."""
     sizes, none = np.abs(scales), np.zeros((len(scales), 1), np.int32)
     normal = (sizes == 0) | (sizes >= 2.0**LEAST) & (sizes <= np.finfo(np.float16).max)
     if normal.all():

@@ -57,8 +57,7 @@ class State:
 def application(
     state: State, *, key: str = "", hosts: Sequence[str] = ("*",), origins: Sequence[str] = (), routes: Sequence[BaseRoute] = ()
 ) -> Starlette:
-    """The ASGI application. `key`: API key ("": none). `hosts`: accepted Host names. `origins`: for CORS. `routes`: further
-    ones."""
+    """The ASGI application. `key`: API key ("": none). `hosts`: accepted Host names. `origins`: for CORS. `routes`: others."""
     answers = [Route(f"/v1{path}", partial(_complete, state, chat), methods=["POST"]) for chat, path in PATHS.items()]
     lists = [Route(path, partial(_models, state)) for path in ("/v1/models", "/v1/models/{name:path}")]
     middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False), Middleware(Guard, key=key)]

@@ -254,8 +254,7 @@ class Engine:
             ticket.tell(Ended("length"))
 
     def _step(self, texts: Sequence[Ticket]) -> None:
-        """One decode step: a token per text. The batch is padded to `_least` rows with its first, which rewrites the same
-        values."""
+        """One decode step: a token per text. The batch is padded to `_least` rows with its first, again."""
         rows = [*texts, *[texts[0]] * (self._least - len(texts))]
         last, positions = [text.ids[-1:] for text in rows], [[len(text.ids) - 1] for text in rows]
         logits = self._run("serve", last, positions, [text.slot for text in rows])

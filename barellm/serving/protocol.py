@@ -116,24 +116,35 @@ class Call:
 def parse(fields: Any, served: Served, *, chat: bool) -> Call:
     """Validate a request's body (`fields`, parsed JSON) and convert it to engine requests: for each prompt n texts that follow each
     other, with seeds that count up. `chat`: one prompt of messages. Refused with the name of the first invalid field."""
-    given, tokenizer = checked(fields, CHAT if chat else COMPLETION), served.model.tokenizer
+    given = checked(fields, CHAT if chat else COMPLETION)
+    tokenizer = served.model.tokenizer
+    # What is the same for all texts.
     n, stream, echo = given.get("n", 1), given.get("stream", False), given.get("echo", False)
-    count, sampling, stops = _count(given, echo), _sampling(given, served), _stops(given.get("stop", []))
-    top, usage = _top_logprobs(given, chat), checked(given.get("stream_options", {}), STREAM_OPTIONS, "stream_options")
-    field, prompts = ("messages", [given.get("messages", [])]) if chat else ("prompt", _prompts(given.get("prompt", "")))
-    if (texts := n * len(prompts)) > (most := min(MOST_TEXTS, served.engine.slots + served.engine.queue)):
-        raise Refused(f"{len(prompts)} prompts of n {n} are {texts} texts, expected {most} at most, which have room here", field)
-    template, requests, echoes = given.get("chat_template_kwargs", {}), [], []
+    count = _count(given, echo)
+    sampling = _sampling(given, served)
+    stops = _stops(given.get("stop", []))
+    top = _top_logprobs(given, chat)
+    usage = checked(given.get("stream_options", {}), STREAM_OPTIONS, "stream_options")
+    field = "messages" if chat else "prompt"
+    prompts = [given.get("messages", [])] if chat else _prompts(given.get("prompt", ""))
+    texts, most_texts = n * len(prompts), min(MOST_TEXTS, served.engine.slots + served.engine.queue)
+    if texts > most_texts:
+        found = f"{len(prompts)} prompts of n {n} are {texts} texts"
+        raise Refused(f"{found}, expected {most_texts} at most, which have room here", field)
+    # The requests of each prompt.
+    seeded = [replace(sampling, seed=(sampling.seed + copy) % (1 << 64)) for copy in range(n)]
+    ends = tokenizer.turn_ends if chat else tokenizer.ends
+    scored = 0 if echo and top is None else top  # the engine has echo with log-probabilities only; the answer leaves them out
+    requests, echoes = [], []
     with checking(field):
         for prompt in prompts:
-            ids = _conversation(prompt, template, served) if chat else _ids(prompt, served)
+            ids = _conversation(prompt, given.get("chat_template_kwargs", {}), served) if chat else _ids(prompt, served)
             most = _room(len(ids), count, served.engine.positions, field)
-            echoes += [prompt if isinstance(prompt, str) else tokenizer.decode(ids)] if echo else []
-            ends = tokenizer.turn_ends if chat else tokenizer.ends
-            seeds = [replace(sampling, seed=(sampling.seed + copy) % (1 << 64)) for copy in range(n)]
-            # 0: the engine knows echo with log-probabilities only; the answer leaves out what was not asked for (top None).
-            requests += [Request(tuple(ids), most, seeded, ends, 0 if echo and top is None else top, echo) for seeded in seeds]
-    stops = (*stops, *(tokenizer.turn_stops if chat else ()))
+            requests += [Request(tuple(ids), most, one, ends, scored, echo) for one in seeded]
+            if echo:
+                echoes.append(prompt if isinstance(prompt, str) else tokenizer.decode(ids))
+    if chat:
+        stops = (*stops, *tokenizer.turn_stops)
     begins = chat or not isinstance(prompts[0], str) or not prompts[0]
     wants_usage = usage.get("include_usage", False) and stream
     return Call(chat, n, tuple(requests), tuple(echoes), stops, begins, stream, wants_usage, top)
@@ -151,16 +162,22 @@ def _count(given: Mapping[str, Any], echo: bool) -> int | None:
 
 def _sampling(given: Mapping[str, Any], served: Served) -> Sampling:
     """Sampling parameters: the request's, else generation_config.json's, else OpenAI's defaults."""
-    how = {"temperature": 1.0, **served.model.tokenizer.conventions.sampling}
-    how |= {name: given[name] for name in SAMPLING if name in given}
-    how |= {"top_p": max(how.get("top_p", 1), 1e-9), "top_k": max(how.get("top_k", 0), 0)}  # 0 of top_p: the most likely token
-    biases, ids = given.get("logit_bias", {}), {str(i): i for i in range(served.engine.vocabulary)} if "logit_bias" in given else {}
-    if unknown := [name for name in biases if name not in ids]:
-        said = f"logit_bias has the id {shown(unknown[0])}, expected ids from 0 to {served.engine.vocabulary - 1}"
-        raise Refused(said, "logit_bias")
+    chosen = {"temperature": 1.0, **served.model.tokenizer.conventions.sampling}
+    chosen |= {name: given[name] for name in SAMPLING if name in given}
+    chosen["top_p"] = max(chosen.get("top_p", 1), 1e-9)  # of 0: the most likely token
+    chosen["top_k"] = max(chosen.get("top_k", 0), 0)
+    seed = given.get("seed", secrets.randbits(63)) % (1 << 64)
+    return Sampling(**chosen, logit_bias=_logit_bias(given.get("logit_bias", {}), served.engine.vocabulary), seed=seed)
+
+
+def _logit_bias(biases: Mapping[str, Any], vocabulary: int) -> dict[int, float]:
+    """{token id: what is added to its logit}, of a JSON object whose keys are ids in decimal digits."""
+    ids = {str(i): i for i in range(vocabulary)} if biases else {}
+    for name in biases:
+        if name not in ids:
+            raise Refused(f"logit_bias has the id {shown(name)}, expected ids from 0 to {vocabulary - 1}", "logit_bias")
     checked(biases, dict.fromkeys(biases, (float, -100, 100)), "logit_bias")
-    how |= {"logit_bias": {ids[i]: float(value) for i, value in biases.items() if value}} if biases else {}
-    return Sampling(**how, seed=given.get("seed", secrets.randbits(63)) % (1 << 64))
+    return {ids[name]: float(bias) for name, bias in biases.items() if bias}
 
 
 def _stops(found: Any) -> tuple[str, ...]:

@@ -20,8 +20,7 @@ QUANTITIES = {
 
 
 def measures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The quantities of a run, from its rows of metrics.jsonl; those that it has not are left out. A step that was not finite makes
-    the mean infinite."""
+    """The quantities of a run, from its rows of metrics.jsonl; without those that it has not. A step that is not finite: inf."""
     steps, evaluated = ([row for row in rows if row["kind"] == kind] for kind in ("train", "eval"))
     found = {"val": evaluated[-1]["val_nats"]} if evaluated else {}
     for name, key, of in (("loss", "loss", float), ("norm", "grad_norm", lambda x: log(max(x, 1e-30)))):

@@ -96,8 +96,7 @@ class Parser(argparse.ArgumentParser):
 
 def add(parser: Any, words: str, text: str, default: Any = None, least: float | None = None, **more: Any) -> None:
     """Add an option: its names and the metavar of its value, as in "-n --max-new-tokens N", its help and its default, of whose type
-    a number is; less than `least` is refused. A name without a metavar, or `choices`, is a switch. `parser`: a parser, a group of
-    one, or `help.Rare`."""
+    a number is; less than `least` is refused. A name without a metavar, or `choices`, is a switch. `parser`: or a group of one."""
     *names, last = words.split()
     value = {} if last.startswith("-") else {"metavar": last}
     if value or "choices" in more:

@@ -50,8 +50,7 @@ class Transfer(Op):
 
 class AllToAll(Transfer):
     """All-to-all: each rank gets its shard of a gradient from all others. y_i (ranks - 1, n_i) has what the others have found for
-    this rank's elements of tensor number i, by their ranks. `own[i]` is n_i, and `dtypes[i]` its dtype; all are fp32 where none is
-    given."""
+    this rank's elements of tensor number i, by their ranks. `own[i]` is n_i, and `dtypes[i]` its dtype (none given: fp32)."""
 
     name = "all_to_all"
 

@@ -92,6 +92,5 @@ class Calls(Graph):
         return self.apply(CuSeqlens, tokens=tokens, separator=separator).cu_seqlens
 
     def document_starts(self, cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
-        """(B, T) i32: where the document of each token begins. cu_seqlens (B, S) i32 is in ascending order, begins with 0 and is
-        padded with T."""
+        """(B, T) i32: where the document of each token begins. cu_seqlens (B, S) i32 ascends from 0, padded with T."""
         return self.apply(DocumentStarts, cu_seqlens=cu_seqlens, tokens=tokens).starts

@@ -77,8 +77,7 @@ class Tuner:
 
     def tune(self, problems: Iterable[Any], *, seconds: float, each: Callable[[Verdict], None]) -> list[Verdict]:
         """Tune problems one by one, saving each verdict at once, so an interrupt loses only the one in progress. After `seconds`
-        none is begun (but for the first), and the one in progress tries no further candidates. `each` is called with each
-        verdict."""
+        none is begun (but for the first), and the one in progress tries no further candidates. `each`: called with each verdict."""
         end, worker, verdicts = time.monotonic() + seconds, self.worker(), []
         try:
             for problem in problems:

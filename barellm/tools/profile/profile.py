@@ -53,8 +53,7 @@ def measure(config: Config, *, steps: int | None, folder: Path, device: str = "c
 
 def _profile_cpu(bench: StepBench, steps: int | None, ranks: Ranks) -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
     """(facts for the result, seconds of each call as from `call_seconds`, a function title -> timeline) of the traced step of
-    median duration. Rank 0 decides the number of steps and which one is the median (`first` broadcasts), so that all ranks analyse
-    the same step."""
+    median duration. Rank 0 decides the number of steps and which one is the median (`first` broadcasts), for all ranks."""
     num_steps = first(ranks, steps or pairs_for(bench))
     traces, session = record(bench, num_steps), bench.compiled.session
     step = traces.traced[first(ranks, traces.traced.index(traces.median_step()))]

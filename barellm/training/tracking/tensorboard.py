@@ -20,8 +20,7 @@ FLUSH_S = 10
 
 
 class Tracker:
-    """A resumed session begins a new file in the same folder. Its first event tells TensorBoard to drop what it has of later
-    steps."""
+    """A resumed session begins a new file in the same folder. Its first event tells TensorBoard to drop later steps."""
 
     def __init__(self, subject: Subject) -> None:
         self._writer = EventFileWriter(str(subject.folder / "tensorboard"), flush_secs=FLUSH_S)

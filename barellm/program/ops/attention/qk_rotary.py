@@ -50,8 +50,7 @@ class Yarn:
 
 class _Heads(Op):
     """The part that both directions share. Attributes are heads and kv_heads; with `paired`, a head of odd number takes the angle
-    of position 2t + 1 and one of even number that of 2t; with `shift`, the upper half of the columns of a key is that of the
-    position before."""
+    of position 2t + 1 and one of even number that of 2t; with `shift`, the upper half of a key's columns is the last position's."""
 
     def head_size(self, x: Tensor, cos: Tensor, sin: Tensor) -> int:
         """D, the number of columns of a head. ValueError if x or the tables do not have the shapes above, the numbers of paired
@@ -156,8 +155,7 @@ class QKRotaryBackward(_Heads):
 class Calls(Graph):
     def yarn_tables(self, yarn: Yarn, length: int) -> tuple[Tensor, Tensor]:
         """The tables cos and sin (length, D / 4), as tensors "yarn.cos" and "yarn.sin" of the store, which begin with the angles of
-        `yarn`. They are no state of the optimizer, so a checkpoint leaves them out. Whoever widens the window during a run writes
-        new ones."""
+        `yarn`. They are no state of the optimizer, so a checkpoint leaves them out. A wider window writes new ones."""
         cos, sin = yarn.tables(length)
         return self.constant("yarn.cos", cos), self.constant("yarn.sin", sin)
 

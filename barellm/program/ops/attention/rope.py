@@ -122,8 +122,7 @@ class Calls(Graph):
         name: str = "rope",
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The tables cos and sin (length, head_size / 2) of positions 0 .. length, constants of the store called `name`.cos and
-        `name`.sin. Only `rotated` columns of a head turn, unless it is None: the first rotated / 2 of each half, and the others
-        pass."""
+        `name`.sin. Only `rotated` columns of a head turn (None: all), the first rotated / 2 of each half; the others pass."""
         rotated = head_size if rotated is None else rotated
         if head_size % 2 or rotated % 2:
             raise ValueError(f"rope turns pairs of columns: {rotated} of {head_size}, expected even numbers")

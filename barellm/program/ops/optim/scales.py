@@ -67,8 +67,7 @@ def due(count: int) -> bool:
 
 class FloatBias(PerTarget):
     """bias = [the largest exponent, count + 1]. In micro-batches that are `due` the exponent becomes that of the largest |x| plus
-    ABOVE; with `deviations` that of the mean of |x| plus DEVIATIONS standard deviations of x. Of x only the count of elements is
-    read."""
+    ABOVE; with `deviations` that of the mean of |x| plus DEVIATIONS standard deviations of x. Of x only the size is read."""
 
     name = "float_bias"
     inplace: ClassVar[dict[str, str]] = {"bias": "bias"}

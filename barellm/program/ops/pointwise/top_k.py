@@ -7,8 +7,7 @@ from barellm.program.ops.base import Op, Spec, Tensor, describe
 
 
 class TopK(Op):
-    """The K largest elements of each row and their columns, the largest first. Of equal ones the lowest column comes first. NaN
-    counts as infinity."""
+    """The K largest elements of each row and their columns, the largest first, of equal ones the lowest column. NaN: infinity."""
 
     name = "top_k"
     flops_per_element = (32, "x")
