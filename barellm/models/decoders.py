@@ -2,7 +2,7 @@
 names, and q and k rows permuted for rotate-half RoPE."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache, partial
 from math import log
@@ -135,19 +135,27 @@ def _written_rope(cfg: Any) -> dict[str, Any]:
 def _windows(f: Family, config: Mapping[str, Any], layers: int) -> dict[str, tuple[str, Any]]:
     """Our fields for sliding-window attention as {field: (key for messages, value)}; {} if no layer has a window. `layers`: the
     family's default number of layers."""
-    # Which layers: `layer_types` where the file has it, else the family's rule (`rule.has`), else all.
-    rule, window = f.windows, config.get("sliding_window", f.windows and f.windows.usual)
-    count, kinds = config.get("num_hidden_layers", layers), config.get("layer_types")
-    if rule is None or (window is None and f.local_theta is None) or (rule.switch and not config.get("use_sliding_window", False)):
+    rule = f.windows
+    if rule is None or (rule.switch and not config.get("use_sliding_window", False)):
         return {}
+    window = config.get("sliding_window", rule.usual)
+    if window is None and f.local_theta is None:
+        return {}
+    found = {"sliding_window": ("sliding_window", window)}
+    # Which layers: `layer_types` where the file has it, else the family's rule (`rule.has`), else all.
+    count = config.get("num_hidden_layers", layers)
     if rule.has is None or not isinstance(count, int) or count > 1024:  # which Config refuses: a list of that length is not made
-        return {"sliding_window": ("sliding_window", window)}
-    kinds = [KINDS[rule.has(config, i)] for i in range(count)] if kinds is None else kinds
+        return found
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = [KINDS[rule.has(config, i)] for i in range(count)]
     if not isinstance(kinds, list) or len(kinds) != count or not all(kind in KINDS for kind in kinds):
         raise UnknownConfig(f"layer_types is {str(kinds)[:60]}, expected {' or '.join(KINDS)} for each of {count} layers")
     windowed = [str(i) for i, kind in enumerate(kinds) if kind == KINDS[1]]
-    layer_field = {"window_layers": ("layer_types", ",".join(windowed) * (len(windowed) < count))}
-    return {"sliding_window": ("sliding_window", window), **layer_field} if windowed else {}
+    if not windowed:
+        return {}
+    found["window_layers"] = ("layer_types", "" if len(windowed) == count else ",".join(windowed))  # "": all
+    return found
 
 
 def _written_windows(f: Family, cfg: Any) -> dict[str, Any]:
@@ -194,91 +202,107 @@ def _order(cfg: Any, ours: str, theirs: str) -> list[int] | None:
 
 def of_family(f: Family) -> HuggingFace:
     """The `HuggingFace` description of a family: its config.json keys, how they are read and written, and its tensor names."""
-    of_block, of_others = {**BLOCK, **f.block}, {**OTHERS, **f.others}
     sizes = {key: (name, f.defaults.get(key, usual)) for key, (name, usual) in SIZES.items()} | dict(f.sizes)
     if "layer_norm_eps" in sizes:
         del sizes["rms_norm_eps"]
     words = {f.act_key: ("activation", f.act, ACTIVATIONS), **f.words}
-    expressible = {*ROPE, *f.also, *f.fixed, *(name for name, *_ in (*sizes.values(), *words.values()))}
-    expressible |= {"family", "padded_vocab", *(["rotary_fraction"] if f.partial is not None else [])}
-    expressible |= {"rope_local_theta"} if f.local_theta else set()
-    expressible |= {name for name, _ in f.optional.values()} | ({"sliding_window"} if f.windows else set())
-    expressible |= {"window_layers"} if f.windows and f.windows.has else set()
-
-    def parts(cfg: Any, ours: str) -> dict[str, int]:
-        """{tensor name there: its number of rows, 0 for all} of our parameter `ours`."""
-        if ours in ("wte", "head"):
-            return {of_others[ours]: 0}
-        name, _, suffix = ours.rpartition(".")
-        if name == "norm":
-            return {f"{of_others['norm']}.{suffix}": 0}
-        _, layer, name = name.split(".", 2)
-        rows = {"attn.qkv": cfg.qkv_widths, "mlp.gate_up": (cfg.d_ff, cfg.d_ff)}.get(name, (0,))
-        names = of_block[name]
-        return {f"layers.{layer}.{part}.{suffix}": n for part, n in zip(names, rows if names[1:] else (0,), strict=True)}
-
-    def all_read(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-        """Our fields as {field: (key for messages, value)} of the keys that need more than a table row."""
-        where, rope, local = _rope(config, f)
-        old_key = "original_max_position_embeddings"
-        config = {**{key: n for key, n in f.defaults.items() if key == old_key}, **config}
-        H, C = (config.get(key, sizes[key][1]) for key in ("num_attention_heads", "hidden_size"))
-        head_dim, count = config.get("head_dim", f.head_dim), config.get("num_key_value_heads", f.kv_heads)
-        top_level = "" if "rope_theta" in (config.get(where) or {}) else "rope_theta"
-        found = {
-            "rope_theta": (top_level or f"{where}.rope_theta", rope["rope_theta"]),
-            "kv_heads": ("num_key_value_heads", H if count is None else count),
-            **_scaling(where, rope, config, config.get("max_position_embeddings", sizes["max_position_embeddings"][1])),
-        }
-        scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
-        if f.local_theta and (scaled or local["rope_theta"] != rope["rope_theta"]) and local != rope:
-            if local.get("rope_type", "default") != "default":
-                raise UnknownConfig(f"{where}.sliding_attention.rope_type is {local['rope_type']!r}, expected 'default'")
-            found["rope_local_theta"] = (f.local_theta[0] or f"{where}.sliding_attention.rope_theta", local["rope_theta"])
-        known_sizes = all(isinstance(n, int) for n in (head_dim, H, C))
-        if head_dim is not None and f.own_head and not (known_sizes and H > 0 and head_dim * H == C):
-            found["head_dim"] = ("head_dim", head_dim)
-        fraction = rope.get("partial_rotary_factor", 1.0 if f.partial is None else f.partial)
-        if f.partial is not None:
-            found["rotary_fraction"] = ("partial_rotary_factor", fraction)
-        elif fraction != 1.0:
-            raise UnknownConfig(f"partial_rotary_factor is {fraction!r}, expected 1.0 in {f.model_type}")
-        found |= {name: (key, config.get(key, usual) or 0.0) for key, (name, usual) in f.optional.items()}
-        return {**found, **f.read(config), **_windows(f, config, sizes["num_hidden_layers"][1])}
-
-    def all_written(cfg: Any) -> dict[str, Any]:
-        """The keys of config.json that need more than a table row: the inverse of `all_read`. The family's own `written` wins."""
-        found = {"num_key_value_heads": cfg.kv_heads, **_written_rope(cfg)}
-        if f.local_theta:
-            full = {"rope_theta": cfg.rope_theta, **(found["rope_scaling"] or {"rope_type": "default"})}
-            local = {"rope_theta": cfg.rope_local_theta, "rope_type": "default"} if cfg.rope_local_theta else full
-            found |= {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
-            found |= {f.local_theta[0]: local["rope_theta"]} if f.local_theta[0] else {}
-        found |= {"head_dim": cfg.head_size} if f.own_head else {}
-        found |= {"partial_rotary_factor": cfg.rotary_fraction} if f.partial is not None else {}
-        found |= {key: getattr(cfg, name) or None for key, (name, _) in f.optional.items()}
-        return {**found, **f.written(cfg), **_written_windows(f, cfg)}
-
-    def refused(cfg: Any) -> str | None:
-        """Why a configuration cannot be exported as this family; None if it can. Fields that the family's config.json cannot
-        express must have their defaults."""
-        usual = {field.name: field.default for field in fields(cfg)}
-        wanted = {name: default for name, default in usual.items() if name not in expressible} | dict(f.fixed)
-        wanted |= {"head_dim": 0, "kv_heads": cfg.kv_heads if f.kv_heads else cfg.heads} if not f.own_head else {}
-        for name, required in wanted.items():
-            if getattr(cfg, name) != required:
-                return f"model.{name} is {getattr(cfg, name)!r}, {f.model_type} has {required!r}"
-        for key, (name, _, table) in words.items():
-            if getattr(cfg, name) not in table.values():
-                return f"model.{name} is {getattr(cfg, name)!r}, expected {' or '.join(map(repr, table.values()))} by {key}"
-        return f.refused(cfg)
-
+    others = {**OTHERS, **f.others}
     return HuggingFace(
         preset=f.preset, model_type=f.model_type, class_name=f.class_name, sizes=sizes, words=words, fixed=f.fixed, kinds=f.kinds,
-        derived={}, rates=f.rates, prefix=f.prefix, head=of_others["head"], tied=lambda cfg: "wte" if cfg.tied else None,
-        parts=parts, transposed=lambda ours: False, ignored=lambda theirs: re.match(BUFFERS, theirs) is not None, refused=refused,
-        order=_order, read=all_read, written=all_written,
+        derived={}, rates=f.rates, prefix=f.prefix, head=others["head"], tied=lambda cfg: "wte" if cfg.tied else None,
+        parts=partial(_parts, {**BLOCK, **f.block}, others), transposed=lambda ours: False,
+        ignored=lambda theirs: re.match(BUFFERS, theirs) is not None, refused=partial(_refused, f, sizes, words),
+        order=_order, read=partial(_read, f, sizes), written=partial(_written, f),
     )  # fmt: skip
+
+
+def _parts(block: Mapping[str, Sequence[str]], others: Mapping[str, str], cfg: Any, ours: str) -> dict[str, int]:
+    """{tensor name there: its number of rows, 0 for all} of our parameter `ours`. `block`, `others`: as BLOCK and OTHERS."""
+    if ours in ("wte", "head"):
+        return {others[ours]: 0}
+    name, _, suffix = ours.rpartition(".")
+    if name == "norm":
+        return {f"{others['norm']}.{suffix}": 0}
+    _, layer, name = name.split(".", 2)
+    rows = {"attn.qkv": cfg.qkv_widths, "mlp.gate_up": (cfg.d_ff, cfg.d_ff)}.get(name, (0,))
+    names = block[name]
+    return {f"layers.{layer}.{part}.{suffix}": n for part, n in zip(names, rows if names[1:] else (0,), strict=True)}
+
+
+def _read(f: Family, sizes: Mapping[str, tuple[str, Any]], config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Our fields as {field: (key for messages, value)} of the keys that need more than a row of `sizes` (as SIZES)."""
+
+    def size(key: str) -> Any:
+        return config.get(key, sizes[key][1])
+
+    where, rope, local = _rope(config, f)
+    old_key = "original_max_position_embeddings"
+    if old_key in f.defaults:
+        config = {old_key: f.defaults[old_key], **config}
+    # Heads.
+    heads, width = size("num_attention_heads"), size("hidden_size")
+    head_dim, kv_heads = config.get("head_dim", f.head_dim), config.get("num_key_value_heads", f.kv_heads)
+    found = {"kv_heads": ("num_key_value_heads", heads if kv_heads is None else kv_heads)}
+    known_sizes = all(isinstance(n, int) for n in (head_dim, heads, width))
+    if head_dim is not None and f.own_head and not (known_sizes and heads > 0 and head_dim * heads == width):
+        found["head_dim"] = ("head_dim", head_dim)
+    # RoPE: of all layers, of those with a window, and of a part of a head.
+    inside = "rope_theta" in (config.get(where) or {})
+    found["rope_theta"] = (f"{where}.rope_theta" if inside else "rope_theta", rope["rope_theta"])
+    found |= _scaling(where, rope, config, size("max_position_embeddings"))
+    scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    if f.local_theta and (scaled or local["rope_theta"] != rope["rope_theta"]) and local != rope:
+        if local.get("rope_type", "default") != "default":
+            raise UnknownConfig(f"{where}.sliding_attention.rope_type is {local['rope_type']!r}, expected 'default'")
+        found["rope_local_theta"] = (f.local_theta[0] or f"{where}.sliding_attention.rope_theta", local["rope_theta"])
+    fraction = rope.get("partial_rotary_factor", 1.0 if f.partial is None else f.partial)
+    if f.partial is not None:
+        found["rotary_fraction"] = ("partial_rotary_factor", fraction)
+    elif fraction != 1.0:
+        raise UnknownConfig(f"partial_rotary_factor is {fraction!r}, expected 1.0 in {f.model_type}")
+    # What the family has of its own.
+    found |= {name: (key, config.get(key, usual) or 0.0) for key, (name, usual) in f.optional.items()}
+    return {**found, **f.read(config), **_windows(f, config, sizes["num_hidden_layers"][1])}
+
+
+def _written(f: Family, cfg: Any) -> dict[str, Any]:
+    """The keys of config.json that need more than a table row: the inverse of `_read`. The family's own `written` wins."""
+    found = {"num_key_value_heads": cfg.kv_heads, **_written_rope(cfg)}
+    if f.local_theta:
+        key, full = f.local_theta[0], {"rope_theta": cfg.rope_theta, **(found["rope_scaling"] or {"rope_type": "default"})}
+        local = {"rope_theta": cfg.rope_local_theta, "rope_type": "default"} if cfg.rope_local_theta else full
+        found["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+        if key:
+            found[key] = local["rope_theta"]
+    if f.own_head:
+        found["head_dim"] = cfg.head_size
+    if f.partial is not None:
+        found["partial_rotary_factor"] = cfg.rotary_fraction
+    found |= {key: getattr(cfg, name) or None for key, (name, _) in f.optional.items()}
+    return {**found, **f.written(cfg), **_written_windows(f, cfg)}
+
+
+def _refused(f: Family, sizes: Mapping[str, tuple[str, Any]], words: Mapping[str, tuple[str, Any, Any]], cfg: Any) -> str | None:
+    """Why a configuration cannot be exported as this family; None if it can. Fields that the family's config.json cannot express
+    must have their defaults; those of `words` one of their table's values."""
+    expressible = {*ROPE, *f.also, *f.fixed, "family", "padded_vocab"}
+    expressible |= {name for name, *_ in (*sizes.values(), *words.values(), *f.optional.values())}
+    if f.partial is not None:
+        expressible.add("rotary_fraction")
+    if f.local_theta:
+        expressible.add("rope_local_theta")
+    if f.windows:
+        expressible |= {"sliding_window", "window_layers"} if f.windows.has else {"sliding_window"}
+    wanted = {field.name: field.default for field in fields(cfg) if field.name not in expressible} | dict(f.fixed)
+    if not f.own_head:
+        wanted |= {"head_dim": 0, "kv_heads": cfg.kv_heads if f.kv_heads else cfg.heads}
+    for name, required in wanted.items():
+        if getattr(cfg, name) != required:
+            return f"model.{name} is {getattr(cfg, name)!r}, {f.model_type} has {required!r}"
+    for key, (name, _, table) in words.items():
+        if getattr(cfg, name) not in table.values():
+            return f"model.{name} is {getattr(cfg, name)!r}, expected {' or '.join(map(repr, table.values()))} by {key}"
+    return f.refused(cfg)
 
 
 @cache

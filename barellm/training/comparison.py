@@ -6,7 +6,7 @@ distribution of t is a finite sum (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import atan, cos, inf, log, pi, sin, sqrt
+from math import atan, cos, inf, isfinite, log, pi, sin, sqrt
 from statistics import fmean, stdev, variance
 from typing import Any
 
@@ -74,21 +74,28 @@ def tested(a: Mapping[int, float], b: Mapping[int, float], quantity: str, alpha:
     both = sorted(a.keys() & b.keys())
     paired = len(both) > 2
     one, other = (([x[seed] for seed in both] if paired else list(x.values())) for x in (a, b))
-    within = [variance(x) * (len(x) - 1) for x in (one, other) if len(x) > 1]
+    # The pooled standard deviation over seeds.
     free = len(one) + len(other) - 2
     if free < 1:
         raise UserError(f"{len(one)} and {len(other)} runs have no spread over seeds, expected at least 3 runs with several --seed")
-    spread = sqrt(sum(within) / free)
+    squares = sum(variance(x) * (len(x) - 1) for x in (one, other) if len(x) > 1)
+    spread = sqrt(squares / free)
+    # The difference of the means, its standard error, and the degrees of freedom of that.
     if paired:
         differences = [y - x for x, y in zip(one, other, strict=True)]
-        difference, error, df = fmean(differences), stdev(differences) / sqrt(len(both)), len(both) - 1
+        difference, error = fmean(differences), stdev(differences) / sqrt(len(both))
+        df = len(both) - 1
     else:
-        difference, error, df = fmean(other) - fmean(one), spread * sqrt(1 / len(one) + 1 / len(other)), free
-    t = difference / error if error else inf * difference if difference else 0.0  # all seeds agree: certain, or no difference
-    p = p_value(t, df) if t == t and abs(t) != inf else 0.0
-    least = max(critical(alpha, df) * error, NEGLIGIBLE * spread)
+        difference, error = fmean(other) - fmean(one), spread * sqrt(1 / len(one) + 1 / len(other))
+        df = free
+    if error:
+        t = difference / error
+    else:  # all seeds agree: certain, or no difference
+        t = inf if difference else 0.0
+    p = p_value(t, df) if isfinite(t) else 0.0
+    detectable = max(critical(alpha, df) * error, NEGLIGIBLE * spread)
     fault = p < alpha and not abs(difference) <= NEGLIGIBLE * spread
-    return Test(quantity, fmean(one), fmean(other), difference, paired, min(len(one), len(other)), spread, p, least, fault)
+    return Test(quantity, fmean(one), fmean(other), difference, paired, min(len(one), len(other)), spread, p, detectable, fault)
 
 
 def compare(a: Mapping[int, Mapping[str, float]], b: Mapping[int, Mapping[str, float]]) -> list[Test]:

@@ -165,46 +165,64 @@ def terminal(
     """A text chart of `width` x `height` characters: training as a line, validation as `o`, gzip as dashes; "" if empty. `axis`:
     the name of x, `log`: as `scales`. The line is of braille dots, 2 x 4 to a character, or of full stops with `ascii_only`."""
     columns = max(8, width - 8)  # 7 for the labels of y, 1 for the axis
-    across, per_row = (1, 1) if ascii_only else (2, 4)
-    (x_scale, y_scale), ends = scales(log), _ends([curve], scales(log)[0])
-    line = {x: y for x, (_, y) in _columns(curve.train, ends=ends, width=columns * across, log=log).items()}
+    dots_across = 1 if ascii_only else 2
+    x_scale, y_scale = scales(log)
+    ends = _ends([curve], x_scale)
+    line = {x: y for x, (_, y) in _columns(curve.train, ends=ends, width=columns * dots_across, log=log).items()}
     marks = {x: y for x, (_, y) in _columns(curve.val, ends=ends, width=columns, log=log).items()}
-    level = None if curve.gzip is None else y_scale.of(curve.gzip)
-    values = [*line.values(), *marks.values(), *([] if level is None or not (line or marks) else [level])]
+    values = [*line.values(), *marks.values()]
     if not values:
         return ""
+    level = None if curve.gzip is None else y_scale.of(curve.gzip)
+    if level is not None:
+        values.append(level)
     low, high = min(values), max(values)
     span = (high - low) or 1.0
 
-    def row_of(loss: float, rows: int) -> int:
-        return min(rows - 1, int((high - loss) / span * rows))
+    def row_of(value: float, rows: int) -> int:
+        return min(rows - 1, int((high - value) / span * rows))
 
-    cells = [[0] * columns for _ in range(height)]
-    before: int | None = None
-    for x in sorted(line):
-        y = row_of(line[x], height * per_row)
-        for filled in range(min(y, y if before is None else before), max(y, y if before is None else before) + 1):
-            dot = 1 if ascii_only else DOTS[filled % 4][x % 2]
-            cells[filled // per_row][x // across] |= dot
-        before = y
-    text = [[(" " if not c else "." if ascii_only else chr(0x2800 + c)) for c in row] for row in cells]
+    # The characters: first the line, then dashes where it left room, then the marks over both.
+    dot_rows = height * (1 if ascii_only else 4)
+    text = _line_text({x: row_of(y, dot_rows) for x, y in line.items()}, columns, height, ascii_only)
     if level is not None:
         row = text[row_of(level, height)]
         row[:] = ["-" if cell == " " and i % 2 else cell for i, cell in enumerate(row)]
     for x, y in marks.items():
         text[row_of(y, height)][x] = "o"
+    # The axes and their labels.
     number_format = "7.3f" if curve.y in ("loss", "bits") else "7.3g"
     labels = {0: f"{y_scale.back(high):{number_format}}", height - 1: f"{y_scale.back(low):{number_format}}"}
     edge = "|" if ascii_only else "│"
     lines = [f"{labels.get(i, ''):>7}{edge}{''.join(row).rstrip()}" for i, row in enumerate(text)]
     bottom = ("+" + "-" * columns) if ascii_only else ("└" + "─" * columns)
+    first, last = (x_scale.back(end) for end in ends)
+    axis_line = f"{first if x_scale.logarithmic else 0:<{columns // 2},.6g}{_place(last, axis):>{columns - columns // 2}}"
+    # The legend names what is drawn.
     what = QUANTITIES[curve.y]
-    parts = ["line: training"] * bool(line) + [f"o: {what.marks}"] * (bool(marks) or curve.y == "loss")
-    parts += ["dashes: gzip -9"] * (level is not None)
-    legend = f"{what.label}{f' in {what.unit}' * bool(what.unit)}; {', '.join(parts)}"
-    left, right = (x_scale.back(end) for end in ends)
-    axis_line = f"{left if x_scale.logarithmic else 0:<{columns // 2},.6g}{_place(right, axis):>{columns - columns // 2}}"
-    return "\n".join([*lines, " " * 7 + bottom, " " * 8 + axis_line, " " * 8 + legend])
+    parts = ["line: training"] if line else []
+    if marks or curve.y == "loss":
+        parts.append(f"o: {what.marks}")
+    if level is not None:
+        parts.append("dashes: gzip -9")
+    unit = f" in {what.unit}" if what.unit else ""
+    return "\n".join([*lines, " " * 7 + bottom, " " * 8 + axis_line, " " * 8 + f"{what.label}{unit}; {', '.join(parts)}"])
+
+
+def _line_text(line: dict[int, int], columns: int, height: int, ascii_only: bool) -> list[list[str]]:
+    """The characters [row][column] of a line {x: y} in dots from the top left, each joined to the one before it by dots above or
+    below. A character is 2 x 4 dots in braille, one with `ascii_only`."""
+    across, down = (1, 1) if ascii_only else (2, 4)
+    cells = [[0] * columns for _ in range(height)]  # of each character the bits of its dots
+    before: int | None = None
+    for x, y in sorted(line.items()):
+        start = y if before is None else before
+        for filled in range(min(y, start), max(y, start) + 1):
+            dot = 1 if ascii_only else DOTS[filled % 4][x % 2]
+            cells[filled // down][x // across] |= dot
+        before = y
+    base = ord(".") - 1 if ascii_only else 0x2800  # the braille character without dots
+    return [[chr(base + cell) if cell else " " for cell in row] for row in cells]
 
 
 def picture(curves: Sequence[Curve], *, title: str = "", axis: str = "steps", log: str = "") -> Figure:
