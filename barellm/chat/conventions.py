@@ -1,7 +1,6 @@
 """The one owner of how a model's texts begin and end: special tokens, ids that end a text, chat template, generation defaults.
 
-It is read from the small files that lie beside a Hugging Face model, which go with the tokenizer, byte for byte, into a checkpoint
-and out of it again."""
+It is read from the small files beside a Hugging Face model, which go with the tokenizer, byte for byte, into a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -218,8 +218,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove what stands at `path`, a folder with all that is in it. Of a link the link alone: what it points to belongs to
-    somebody else. Nothing there is as good."""
+    """Remove what stands at `path`, a folder with all that is in it. Of a link the link alone: it points to somebody's file."""
     if path.is_dir() and not path.is_symlink():
         for entry in sorted(path.iterdir()):
             remove(entry)

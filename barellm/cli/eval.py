@@ -1,5 +1,4 @@
-"""Evaluate a checkpoint: loss in nats per token and bits per byte on the validation split of its dataset or of another; or its
-accuracy on HellaSwag."""
+"""Evaluate a checkpoint: loss in nats per token and bits per byte on a validation split, or accuracy on HellaSwag."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Chat conversations as training examples, rendered by the model's own chat template, so that training and `chat` see the same
-text.
-The loss covers what the template marks with {% generation %}. In a template without marks it covers each assistant message: from
-the end of the prompt before it to the special token that ends it. Parts with and without loss are encoded apart, so no token spans
-both."""
+text. The loss covers what the template marks with {% generation %}. In a template without marks it covers each assistant message:
+from the end of the prompt before it to the special token that ends it. No token spans parts with and without loss."""
 
 import json
 from collections.abc import Iterator, Sequence

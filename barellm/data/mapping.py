@@ -1,8 +1,7 @@
-"""Memory-mapped files that may be truncated while they are read.
-Reading a page behind the end of the file, or one that the disk cannot deliver, raises SIGBUS, which ends the process by default.
-Here such a page of one of our maps is replaced by zeros and the read continues; `check` reports it and must be called after
-reading, before the values are used. The handler runs synchronously on the reading thread, at the load that failed, so it may run
-Python code."""
+"""Memory-mapped files that may be truncated while they are read. Reading a page behind the end of the file, or one that the disk
+cannot deliver, raises SIGBUS, which ends the process by default. Here such a page of one of our maps is replaced by zeros and the
+read continues; `check` reports it and must be called after reading, before the values are used. The handler runs synchronously on
+the reading thread, so it may run Python."""
 
 import ctypes
 import mmap

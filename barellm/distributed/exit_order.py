@@ -48,8 +48,7 @@ class ExitOrder:
         os.write(self._awake, b"\0")
 
     def status(self, process: int) -> int | None:
-        """Wait status of a followed process, as in `os.waitpid`; None if it runs, or its parent has reaped it and the system no
-        longer tells (Linux before 6.15)."""
+        """Wait status of a followed process, as in `os.waitpid`; None if it runs, or was reaped (Linux before 6.15)."""
         answer = bytearray(INFO_BYTES)
         struct.pack_into("Q", answer, 0, EXIT)
         try:

@@ -51,8 +51,7 @@ def yarn(cfg: StageSettings, index: int) -> Yarn:
 
 @dataclass(frozen=True)
 class Stages:
-    """The `TrainingSchedule` of a run. Matrices of layers learn in every step, the rest in every second one,
-    from the sum of two steps' gradients."""
+    """The `TrainingSchedule` of a run. Matrices of layers learn in every step, the rest in every second one, from two gradients."""
 
     run: Run
     cycle: int = 2

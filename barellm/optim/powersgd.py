@@ -8,8 +8,7 @@ Factors travel in 16 bits.
 All ranks then have the same gradient, to the bit, and each updates all weights: no weight travels, which would be more than the
 factors are. So the optimizer's state is on every rank, and so is an error as large as the gradient.
 
-Q begins with what the last step has found. It is zero at first: the basis is then of the first coordinates, and the next step goes
-on from there."""
+Q begins with what the last step has found. It is zero at first: the basis is then of the first coordinates."""
 
 from __future__ import annotations
 

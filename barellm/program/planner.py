@@ -38,8 +38,7 @@ class Placement:
 class Plan:
     """The byte offsets of all tensors in the arena. The workspace starts at `persistent_bytes`.
 
-    `live_peak_bytes` is the size of the persistent part plus the most bytes that are alive at one op of any program. No plan can
-    need less."""
+    `live_peak_bytes` is the size of the persistent part plus the most bytes alive at one op of any program: the minimum."""
 
     offsets: dict[Tensor, int]
     lifetimes: dict[str, Lifetimes]

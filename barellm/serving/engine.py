@@ -111,9 +111,8 @@ class Ticket:
 
 class Engine:
     """Texts of one model, with the adapter that it uses now, up to `slots` (64 at most) side by side, of up to `positions` tokens
-    each, prompt included (0: as many as the model has, at most 4096); `queue` more may wait. `weights` names a quantization
-    scheme, if matmuls shall read codes. UserError for a model without a KV cache, and for caches that do not fit into memory.
-    Close it: its thread keeps it."""
+    each, prompt included (0: as many as the model has, at most 4096); `queue` more may wait. `weights` names a quantization scheme,
+    if matmuls shall read codes. UserError without a KV cache, or memory for it. Close it: its thread keeps it."""
 
     def __init__(
         self, model: Model, *, slots: int = 16, positions: int = 0, queue: int = 64, piece: int = MOST_TOGETHER, weights: str = ""

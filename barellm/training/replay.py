@@ -114,8 +114,7 @@ class Replay(Run):
 
     def _step(self, loop: Loop, *, by_op: bool, last: int = 0) -> dict[str, Any]:
         """Replay up to the step (or `last`, 0: the step wanted), `by_op` this one op by op, and compare rows of metrics and the
-        tensors of the checkpoint behind it. Only differences of the first step that has any are kept: later ones follow from it.
-        Returns the object of `verify --json`."""
+        tensors of the checkpoint behind it. Only those of the first such step are kept. Returns the object of `verify --json`."""
         step, first, check = last or self.recorded.step, loop.progress.step + 1, None
         loop.replay(step - 1)
         if by_op:

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 
 class Tracker:
-    """All sessions of a run have one id. The axis of all charts is "step": W&B's own counter cannot go back, and a run that was
-    killed does some steps again."""
+    """All sessions of a run have one id. The axis of all charts is "step": W&B's counter cannot go back, as a killed run does."""
 
     def __init__(self, subject: Subject) -> None:
         self._run = wandb.init(
