@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 from barellm.cli.parsing.options import add, add_checkpoint, add_context, add_opening, context_of
 from barellm.data.cache import new_file
 from barellm.errors import UserError
-from barellm.training.console import Console, show
+from barellm.training.console import evaluation_progress, show
 
 if TYPE_CHECKING:
     from barellm.cli.checkpoints import Found
@@ -63,28 +62,28 @@ def _loss(args: argparse.Namespace, checkpoint: Found) -> int:
     from barellm.evaluation.validation import Evaluator
     from barellm.training.inputs import with_document_mask
 
+    # The text: the validation split, or all; of --data documents are masked as its kind says.
     config = checkpoint.config
-    source = config.data if args.data is None else replace(config.data, source=args.data, document_mask="auto")
-    data = prepare(source, tokenizer=checkpoint.tokenizer, whole=args.split == "all")
-    _, data = with_document_mask(replace(config, data=source), data, device=checkpoint.device)
+    if args.data is not None:
+        config = replace(config, data=replace(config.data, source=args.data, document_mask="auto"))
+    data = prepare(config.data, tokenizer=checkpoint.tokenizer, whole=args.split == "all")
+    _, data = with_document_mask(config, data, device=checkpoint.device)
     if args.first >= len(data.val):
         part = "" if args.split == "all" else "the validation part of "
         found = f"--first is {args.first}, and {part}{data.name} has {len(data.val)} tokens"
         raise UserError(f"{found}, expected at most {len(data.val) - 1}: each has one before it")
+    # Windows of --tokens, spread over the text, or of its --first tokens.
     batch, seq = config.train.eval_shape(args.batch)
     windows = data.validation(seq=seq, max_tokens=args.first or args.tokens, first=args.first > 0)
-    with checkpoint.opened(positions=0, documents=data.masked) as compiled:
-        console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
-        evaluator = Evaluator(windows, batch=batch, byte_lengths=data.byte_lengths)
-        result = evaluator.run(compiled.session, report=console.evaluating(windows.windows))
-        console.clear()
+    evaluator = Evaluator(windows, batch=batch, byte_lengths=data.byte_lengths)
+    with checkpoint.opened(positions=0, documents=data.masked) as compiled, evaluation_progress(windows.windows) as report:
+        result = evaluator.run(compiled.session, report=report)
     assert result is not None
-    bits = result.bits_per_byte
     if args.json:
-        row = {"checkpoint": str(checkpoint.path), "data": data.name, "nats": result.nats, "bits_per_byte": bits}
+        row = {"checkpoint": str(checkpoint.path), "data": data.name, "nats": result.nats, "bits_per_byte": result.bits_per_byte}
         print(json.dumps(row | {"targets": result.targets, "bytes": result.bytes}))
     else:
-        _print(checkpoint, result.nats, bits, f"{result.targets:,} tokens of {data.name}")
+        _print(checkpoint, result.nats, result.bits_per_byte, f"{result.targets:,} tokens of {data.name}")
     return 0
 
 
@@ -106,10 +105,8 @@ def _hellaswag(args: argparse.Namespace, checkpoint: Found) -> int:
     task = hellaswag.HellaSwag(hellaswag.read(path, checkpoint.tokenizer, limit=args.limit))
     context = context_of(args.context, config.model.max_seq)
     batch, seq = shape_for(task.texts, tokens=args.batch * config.train.seq, most_seq=context)
-    with checkpoint.opened(positions=0, scoring=(batch, seq)) as compiled:
-        console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
-        result = task.run(Scorer(compiled.session, batch=batch, seq=seq), report=console.evaluating(len(task.texts)))
-        console.clear()
+    with checkpoint.opened(positions=0, scoring=(batch, seq)) as compiled, evaluation_progress(len(task.texts)) as report:
+        result = task.run(Scorer(compiled.session, batch=batch, seq=seq), report=report)
     assert result is not None
     if out is not None:
         _write_lines(out, result.rows())
@@ -147,10 +144,8 @@ def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
         hint = "" if args.split == "all" else "; --split all takes all of it"
         raise UserError(f"{part}{name} has no document of two tokens{hint}")
     batch, seq = shape_for(task.texts, tokens=args.batch * config.train.seq, most_seq=config.train.seq)
-    with checkpoint.opened(positions=0, scoring=(batch, seq)) as compiled:
-        console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
-        rows = list(task.rows(Scorer(compiled.session, batch=batch, seq=seq), report=console.evaluating(len(task.texts))))
-        console.clear()
+    with checkpoint.opened(positions=0, scoring=(batch, seq)) as compiled, evaluation_progress(len(task.texts)) as report:
+        rows = list(task.rows(Scorer(compiled.session, batch=batch, seq=seq), report=report))
     _write_lines(out, rows)
     total = documents.total(rows)
     if args.json:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from barellm.cli.parsing.options import add, add_checkpoint, add_device
 from barellm.errors import UserError
-from barellm.training.console import Console, show
+from barellm.training.console import evaluation_progress, show
 
 if TYPE_CHECKING:
     import numpy as np
@@ -126,11 +126,9 @@ def _moments(checkpoint: Found, weights: Weights, source: str | None, tokens: in
     windows = Validation(data.train if source is None else data.val, seq=config.train.seq, max_tokens=tokens)
     programs = {"eval": build_programs(config, training=False, positions=0)["eval"]}
     calibration = Calibration(programs["eval"], products_of(programs["eval"])[:-1])
-    console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
-    with opened(programs, checkpoint.device) as session:
+    with opened(programs, checkpoint.device) as session, evaluation_progress(windows.windows) as report:
         weights.load(session)
-        calibration.measure(session, windows, batch=config.train.micro_batch_size, report=console.evaluating(windows.windows))
-        console.clear()
+        calibration.measure(session, windows, batch=config.train.micro_batch_size, report=report)
         moments = {name: calibration.read(session, name) for name in calibration.moments}
     return moments, {"data": data.name, "tokens": windows.targets}
 

@@ -307,44 +307,34 @@ PRESETS: dict[str, Callable[[], Run]] = {
 
 TORCH_TWIN = ("torch_gpt2.py", ("layers", "heads", "d_model", "bias"), ("activation", "unit_scaling"))
 
+
+def _refused(cfg: Config) -> str | None:
+    """Why GPT-2's config.json cannot say what a configuration is; None if it can."""
+    if cfg.unit_scaling:
+        return "model.unit_scaling is true, expected false: GPT-2 has no constants in its place"
+    if cfg.activation != "gelu":
+        return f"model.activation is {cfg.activation!r}, expected gelu, as GPT-2 has it"
+    return None if cfg.bias else "model.bias is false, GPT-2 has biases there, expected true"
+
+
 GPT2 = HuggingFace(
-    preset="gpt2-124m",
-    model_type="gpt2",
-    class_name="GPT2LMHeadModel",
+    preset="gpt2-124m", model_type="gpt2", class_name="GPT2LMHeadModel",
     sizes={
-        "n_layer": ("layers", 12),
-        "n_head": ("heads", 12),
-        "n_embd": ("d_model", 768),
-        "vocab_size": ("vocab_size", 50257),
+        "n_layer": ("layers", 12), "n_head": ("heads", 12), "n_embd": ("d_model", 768), "vocab_size": ("vocab_size", 50257),
         "n_positions": ("max_seq", 1024),
     },
     kinds={
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of the same formula
-        "layer_norm_epsilon": (1e-5,),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-        "tie_word_embeddings": (True, False),  # which it is, the tensors say
+        "layer_norm_epsilon": (1e-5,), "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,), "tie_word_embeddings": (True, False),  # which it is, the tensors say
     },
-    derived={"n_inner": lambda cfg: 4 * cfg.d_model},
-    rates=("attn_pdrop", "embd_pdrop", "resid_pdrop"),
-    prefix="transformer.",
-    head="lm_head.weight",
-    tied=lambda cfg: "wte",
+    derived={"n_inner": lambda cfg: 4 * cfg.d_model}, rates=("attn_pdrop", "embd_pdrop", "resid_pdrop"),
+    prefix="transformer.", head="lm_head.weight", tied=lambda cfg: "wte",
     parts=lambda cfg, ours: {f"{ours}.weight" if ours in ("wte", "wpe") else ours: 0},
     transposed=lambda ours: re.search(r"(c_attn|c_proj|c_fc)\.weight$", ours) is not None,  # transformers' class Conv1D
-    # Buffers of older versions: where attention looks.
-    ignored=lambda theirs: re.match(r"h\.\d+\.attn\.(bias|masked_bias)$", theirs) is not None,
-    refused=lambda cfg: (
-        "model.unit_scaling is true, expected false: GPT-2 has no constants in its place"
-        if cfg.unit_scaling
-        else f"model.activation is {cfg.activation!r}, expected gelu, as GPT-2 has it"
-        if cfg.activation != "gelu"
-        else None
-        if cfg.bias
-        else "model.bias is false, GPT-2 has biases there, expected true"
-    ),
-)
+    ignored=lambda theirs: re.match(r"h\.\d+\.attn\.(bias|masked_bias)$", theirs) is not None,  # buffers of older versions
+    refused=_refused,
+)  # fmt: skip
 HUGGING_FACE = (GPT2,)
 
 

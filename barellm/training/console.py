@@ -7,7 +7,8 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 
@@ -125,6 +126,14 @@ class Console:
         except UnicodeEncodeError:
             return False
         return True
+
+
+@contextmanager
+def evaluation_progress(windows: int) -> Iterator[Callable[[int], None]]:
+    """A callback for an evaluation of so many windows; what it shows, on a terminal alone, is cleared at the end."""
+    console = Console(json_lines=not sys.stderr.isatty(), stream=sys.stderr)
+    yield console.evaluating(windows)
+    console.clear()
 
 
 def fitted(text: str, columns: int) -> str:

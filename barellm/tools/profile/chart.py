@@ -69,15 +69,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
             axes.set_title(words, fontsize=8.5, color=SOFT, loc="left")
         what = "{preset}, {batch} x {seq}, {dtype}, ".format(**result) + where(result)
         figure.text(0.012, 1 - 0.3 / height, what, fontsize=11, color=INK, fontweight="bold")
-        figure.text(
-            0.012,
-            1 - 0.52 / height,
-            f"{step * 1e3:.1f} ms a step: {100 * result['work_s'] / step:.1f} % work, "
-            f"{100 * result['barrier_s'] / step:.1f} % barriers, {100 * result['idle_s'] / step:.1f} % idle; "
-            f"the ops' roofline is {100 * result['bound_s'] / step:.1f} % of it",
-            fontsize=8.5,
-            color=SOFT,
-        )
+        shares = (f"{100 * result[f'{name}_s'] / step:.1f} %" for name in ("work", "barrier", "idle", "bound"))
+        words = "{} work, {} barriers, {} idle; the ops' roofline is {} of it".format(*shares)
+        figure.text(0.012, 1 - 0.52 / height, f"{step * 1e3:.1f} ms a step: {words}", fontsize=8.5, color=SOFT)
         names = [f for f in COLOURS if any(row["family"] == f for row in rows)]
         keys = [Patch(color=COLOURS[name], label=name.replace("_", " ")) for name in names]
         keys += [Patch(color=OTHERS, label="others")]
