@@ -160,9 +160,6 @@ def continued(base: Weights, adapter: Adapter, config: Config, changes: Mapping[
     return replace(config, adapter=adapted), replace(base, trained=trained)
 
 
-# --- PEFT's folders ---
-
-
 def read(folder: Path, model: ModelConfig) -> Adapter:
     """Read a PEFT folder for a model. UserError for anything but LoRA with options in KNOWN, and for another model's adapter."""
     config = checkpoint.read_json(folder / CONFIG)

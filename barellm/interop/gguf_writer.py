@@ -172,9 +172,6 @@ def _contents(model: Any, arch: str) -> tuple[dict[str, Any], dict[str, np.ndarr
     return {f"{arch}.{name}": value for name, value in said.items()}, tensors
 
 
-# --- the tokenizer ---
-
-
 def _tokenizer(writer: Any, tokenizer: Tokenizer | None, vocab: int) -> str | None:
     """Write the vocabulary and chat template; none where llama.cpp would split text differently. `vocab`: rows of the embedding.
     Returns what to tell the user, None: nothing."""

@@ -37,9 +37,6 @@ def is_folder(path: Path) -> bool:
     return (path / CONFIG).is_file() and "model_type" in read_json(path / CONFIG)
 
 
-# --- reading ---
-
-
 def read(folder: Path) -> Weights:
     """The weights of a folder, without its tokenizer. UserError for an unknown architecture or an incomplete folder."""
     model = read_model(folder)
@@ -221,9 +218,6 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
     if a.shape != b.shape:
         return False
     return all(np.array_equal(a[lo:hi], b[lo:hi]) for lo, hi in tensorfile.pieces(a.shape, itemsize=4))
-
-
-# --- writing ---
 
 
 class _Theirs:

@@ -44,9 +44,6 @@ NEEDED = {key: {"factor": "rope_factor"} for key in ("linear", "dynamic", "llama
 NEEDED["llama3"] = {"factor": "rope_factor", "low_freq_factor": "rope_low", "high_freq_factor": "rope_high"}
 
 
-# --- RoPE, as config.json has it ---
-
-
 def _rope(config: Mapping[str, Any], f: Family) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Read the RoPE keys: (the key they are under, for messages; keys of global layers; keys of sliding-window layers). Both dicts
     contain `rope_theta`. Newer transformers keep everything in `rope_parameters`, by layer type where the types differ; older ones
@@ -129,9 +126,6 @@ def _written_rope(cfg: Any) -> dict[str, Any]:
     return {**keys, "rope_scaling": scaling}
 
 
-# --- windows ---
-
-
 def _windows(f: Family, config: Mapping[str, Any], layers: int) -> dict[str, tuple[str, Any]]:
     """Our fields for sliding-window attention as {field: (key for messages, value)}; {} if no layer has a window. `layers`: the
     family's default number of layers."""
@@ -168,9 +162,6 @@ def _written_windows(f: Family, cfg: Any) -> dict[str, Any]:
     return {**found, **(switch if f.windows.switch else {})}
 
 
-# --- rows ---
-
-
 def _halves(cfg: Any) -> list[int]:
     """Where our columns of a head lie in theirs, which begins with the part that turns: both of its halves, then the rest."""
     R, D = cfg.rotated, cfg.head_size
@@ -195,9 +186,6 @@ def _order(cfg: Any, ours: str, theirs: str) -> list[int] | None:
         return None
     norms = 1 if kind.endswith("norm") and cfg.qk_norm == "head" else heads
     return [head * D + row for head in range(norms) for row in _halves(cfg)]
-
-
-# --- families ---
 
 
 def of_family(f: Family) -> HuggingFace:

@@ -198,9 +198,6 @@ def loss_gradient(cfg: Config) -> float | None:
     return sqrt(cfg.d_model) if cfg.unit_scaling else None
 
 
-# --- presets ---
-
-
 def default() -> Run:
     """The run of `barellm train` without arguments: a small GPT on the source of Python's standard library, in two minutes.
 
@@ -302,8 +299,6 @@ PRESETS: dict[str, Callable[[], Run]] = {
     **{name: partial(_gpt2, name, **row) for name, row in ROWS.items()},
 }  # fmt: skip
 
-
-# --- other programs ---
 
 TORCH_TWIN = ("torch_gpt2.py", ("layers", "heads", "d_model", "bias"), ("activation", "unit_scaling"))
 

@@ -334,9 +334,6 @@ def _mlp(p: Program, cfg: Config, b: Block, h_BTC: Tensor) -> Tensor:
     return p.gated_linear_unit(gate_BTF, up_BTF, cfg.activation)
 
 
-# --- presets ---
-
-
 def llama_15m() -> Run:
     """A small Llama on the source of Python's standard library, which every machine has."""
     return Run(
@@ -400,8 +397,6 @@ PRESETS: dict[str, Callable[[], Run]] = {
     **{name: partial(_released, name, 3e-4, **sizes) for name, sizes in RELEASED.items()},
 }
 
-
-# --- other programs ---
 
 ROPE = ("rope_theta", "rope_factor", "rope_low", "rope_high", "rope_old_seq")
 TWIN = ("layers", "heads", "kv_heads", "d_model", "d_ff", "tied", "norm_eps", *ROPE)

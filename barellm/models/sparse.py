@@ -152,9 +152,6 @@ def _attention(p: Program, cfg: Config, tokens_BT: Tensor) -> Callable[[gpt2.Blo
     return attend
 
 
-# --- presets ---
-
-
 def sparse_char() -> Run:
     """A byte-level model with 8192 positions, trained on two cores: half of its heads have local attention, the others a local and
     fixed pattern (the last 64 of each 512 bytes)."""

@@ -396,8 +396,6 @@ OWN = (
 TORCH_TWIN = ("torch_speedrun.py", ("layers", "heads", "d_model", *OWN, "smear", "bigram", "softcap"))
 
 
-# --- presets ---
-
 VALIDATED = 262_144  # tokens in a row of the evaluation that decides a record; it has 40 of them
 # The fields whose defaults are what runs did before they were there, so that those go on as they began.
 AS_THE_RECORD: dict[str, Any] = {"bigram_first": "reserved", "adam_weights": "bf16"}

@@ -89,8 +89,6 @@ class Image:
             **{f"tokenizer_{i}": data for i, data in enumerate(self.files.values())},
         }
 
-    # --- layout.h ---
-
     def layout(self) -> str:
         """What compiled kernels know of the blocks of memory that they are given."""
         rows = [(f"SCALAR_{s.name.upper()}", s.index) for s in scalars.SCALARS.values()]
@@ -99,8 +97,6 @@ class Image:
         rows += [(name, getattr(sync, name)) for name in ("SHARED_NBYTES", "TABLE", "RECORD_NBYTES", "BARRIER", "GROUPS")]
         rows += [(name, value) for name, value in vars(specialisation).items() if name.startswith("RT_")]
         return "".join(f"#define {name} {value}\n" for name, value in rows)
-
-    # --- image.c ---
 
     def source(self) -> str:
         return "\n".join(['#include "image.h"', *self._blobs(), *self._calls(), *self._tensors(), *self._constants(), *self._run()])

@@ -90,8 +90,6 @@ class Compression:
     def all_gather(self, p: Program, params: Sequence[Tensor]) -> None:
         """All ranks have all parameters already."""
 
-    # --- tensors ---
-
     def _error(self, p: Program, t: Tensor) -> Tensor:
         return p.state(f"{t.name}.{ERROR}", tuple(int(n) for n in t.shape))
 
@@ -109,8 +107,6 @@ class Compression:
         how: dict[str, Any] = {"rank": self.rank, "transposed": transposed, "dtype": into.dtype}
         given = {"grad": p.gradient_of(t), "error": self._error(p, t), "f": f}
         p.apply(ops.Factor, into={"y": (into, "store")}, **given, **how)
-
-    # --- ranks ---
 
     def _all_reduce(self, p: Program, xs: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Append an all-reduce of each of `xs` to `into` (None: new activations), which is returned: a reduce-scatter, in rank

@@ -207,9 +207,6 @@ def _lists(
     return np.array(counts), np.concatenate(keys), np.array(kinds)
 
 
-# --- patterns ---
-
-
 def of_blocks(adjacent: np.ndarray, block: int) -> Sees:
     """A graph on blocks, (blocks, blocks) bool."""
     return lambda q, k: adjacent[q // block, k // block]
@@ -280,8 +277,6 @@ def spread(nodes: int, number: int, seed: int) -> np.ndarray:
         linked[row, random.permutation(others)[:number]] = True
     return linked
 
-
-# --- from text ---
 
 Pattern = Callable[..., Sees]  # blocks of a sequence, positions of a block, the pattern's numbers
 PATTERNS: dict[str, Pattern] = {

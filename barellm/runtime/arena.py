@@ -54,8 +54,6 @@ class ArenaSession(ABC):
     def _fill(self, start: int, stop: int, byte: int) -> None:
         """Set bytes [start, stop) of the arena to one value."""
 
-    # --- running ---
-
     def _inputs_of(self, program: str) -> dict[str, Tensor]:
         return {name: t for name, t in self.programs[program].named.items() if t.role == "input" and t in self.plan.offsets}
 
@@ -106,8 +104,6 @@ class ArenaSession(ABC):
     def synchronize(self) -> None:
         """Wait until every run has ended: at once where runs return when they have."""
         return
-
-    # --- data ---
 
     def _find(self, name: str) -> Tensor:
         """A persistent tensor, or an input or output of the program that ran last, or of any."""
