@@ -34,9 +34,10 @@ def refused(model: Any) -> str | None:
     if known.model_type not in ARCHITECTURES:
         return f"model.family is {known.model_type!r}, --format gguf has {', '.join(ARCHITECTURES)}: export it as huggingface"
     arch = ARCHITECTURES[known.model_type]
-    names, (said, tensors) = _names(arch, model), _contents(model, arch)
-    zero, listed = np.float32(0), parts(known, model, parameters(model))
-    tensors |= {gguf.name_of(names, known, part): np.broadcast_to(zero, part.shape) for part in listed}
+    said, tensors = _contents(model, arch)
+    names, zero = _names(arch, model), np.float32(0)
+    for part in parts(known, model, parameters(model)):
+        tensors[gguf.name_of(names, known, part)] = np.broadcast_to(zero, part.shape)  # a shape without memory
     if known.tied(model):
         tensors.pop("output.weight", None)
     biased = [name for name in tensors if name.startswith("blk.0.") and name.endswith(".bias") and "norm" not in name]
@@ -53,7 +54,8 @@ def refused(model: Any) -> str | None:
         return str(error)
     theirs = meanings(again)
     for name, ours in meanings(model).items():
-        if not (isclose(ours, theirs[name], rel_tol=1e-6) if isinstance(ours, float) else ours == theirs[name]):
+        equal = isclose(ours, theirs[name], rel_tol=1e-6) if isinstance(ours, float) else ours == theirs[name]
+        if not equal:
             return f"model.{name} is {ours!r}, a file of llama.cpp's {arch} would mean {theirs[name]!r}: export it as huggingface"
     return None
 
@@ -89,7 +91,8 @@ def write(weights: Weights, out: Path, *, dtype: str, name: str, licence: str | 
     library = gguf.package()
     known = hugging_face(weights.model)
     arch = ARCHITECTURES[known.model_type]
-    names, (said, tensors) = _names(arch, weights.model), _contents(weights.model, arch)
+    names = _names(arch, weights.model)
+    said, tensors = _contents(weights.model, arch)
     kinds = library.GGMLQuantizationType
     matrices = {"fp32": kinds.F32, "bf16": kinds.BF16, "fp16": kinds.F16}[dtype]
 
@@ -214,33 +217,42 @@ def _of(tokenizer: Tokenizer) -> dict[str, Any]:
     """Printable `tokens` and their `kinds`. Of a byte-level BPE llama.cpp's name of the `rule` for words, the `merges`, whether it
     reads text as `nfc`; of pieces with byte fallback (SentencePiece) their `scores`, and whether a `prefix` space is added."""
     if isinstance(tokenizer, BytePairs):
-        files = vocabulary.files(tokenizer, 1)
-        if not files:
-            raise UserError("GPT-2's vocabulary is not on this machine")
-        ids = json.loads(files[vocabulary.IDS])
-        kinds = [CONTROL if i == tokenizer.eot else PLAIN for i in range(len(ids))]
-        merges = files[vocabulary.MERGES].decode().split("\n")[1:-1]
-        return {"rule": "gpt-2", "tokens": sorted(ids, key=ids.__getitem__), "kinds": kinds, "merges": merges}
+        return _of_gpt2(tokenizer)
     assert isinstance(tokenizer, HuggingFace)
     content = json.loads(tokenizer.content)
-    model, words = content["model"], steps(content.get("pre_tokenizer"), "pretokenizers")
-    ids = model["vocab"] | {token["content"]: token["id"] for token in content["added_tokens"]}
+    model, added = content["model"], content["added_tokens"]
+    words = steps(content.get("pre_tokenizer"), "pretokenizers")
+    ids = model["vocab"] | {token["content"]: token["id"] for token in added}
     name_of = {i: name for name, i in ids.items()}
-    numbers = range(tokenizer.vocab_size)
-    kind_of = dict.fromkeys(name_of, PLAIN) | {token["id"]: ADDED for token in content["added_tokens"]}
+    # Later kinds win: a special token is an added one too.
+    kind_of = dict.fromkeys(name_of, PLAIN)
+    kind_of |= {token["id"]: ADDED for token in added}
     kind_of |= dict.fromkeys(tokenizer.special.values(), CONTROL)
-    found: dict[str, Any] = {"tokens": [name_of.get(i, f"[UNUSED{i}]") for i in numbers]}
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]] if model["type"] == "BPE" else []
     if model.get("byte_fallback") and merges:
         kind_of |= {i: BYTE for i, name in name_of.items() if re.fullmatch("<0x[0-9A-F]{2}>", name)}
-        kind_of |= {ids[model["unk_token"]]: UNKNOWN} if model.get("unk_token") in ids else {}
-        found |= _piece_scores(ids, merges, steps(content.get("normalizer"), "normalizers"), words)
+        if model.get("unk_token") in ids:
+            kind_of[ids[model["unk_token"]]] = UNKNOWN
+        found = _piece_scores(ids, merges, steps(content.get("normalizer"), "normalizers"), words)
     else:
         nfc = content.get("normalizer") == {"type": "NFC"}
         if why := changes(content | ({"normalizer": None} if nfc else {})):
             raise UserError(f"llama.cpp would read another text from it: {why}")
-        found |= {"rule": _rule(words), "merges": merges, "nfc": nfc}
-    return found | {"kinds": [kind_of.get(i, UNUSED) for i in numbers]}
+        found = {"rule": _rule(words), "merges": merges, "nfc": nfc}
+    numbers = range(tokenizer.vocab_size)
+    tokens = [name_of.get(i, f"[UNUSED{i}]") for i in numbers]
+    return {"tokens": tokens, **found, "kinds": [kind_of.get(i, UNUSED) for i in numbers]}
+
+
+def _of_gpt2(tokenizer: BytePairs) -> dict[str, Any]:
+    """`_of` of GPT-2's vocabulary, whose files are transformers'."""
+    files = vocabulary.files(tokenizer, 1)
+    if not files:
+        raise UserError("GPT-2's vocabulary is not on this machine")
+    ids = json.loads(files[vocabulary.IDS])
+    kinds = [CONTROL if i == tokenizer.eot else PLAIN for i in range(len(ids))]
+    merges = files[vocabulary.MERGES].decode().split("\n")[1:-1]
+    return {"rule": "gpt-2", "tokens": sorted(ids, key=ids.__getitem__), "kinds": kinds, "merges": merges}
 
 
 def _piece_scores(ids: dict[str, int], merges: list[str], normal: list[Any], words: list[Any]) -> dict[str, Any]:

@@ -51,30 +51,33 @@ def whole(
     known = hugging_face(model)
     if rows_are_out:
         known = replace(known, transposed=lambda ours: False)
-    expected_parts = {part.name: part for part in parts(known, model, parameters(model))}
+    expected = {part.name: part for part in parts(known, model, parameters(model))}
+    # A tied matrix may be there as the embedding, as the head, or as both.
     tied = known.tied(model)
-    embedding = next((name for name, part in expected_parts.items() if part.ours == tied), "")
-    if tied and embedding not in tensors and known.head in tensors:  # one matrix, under its other name
+    embedding = next((name for name, part in expected.items() if part.ours == tied), "")
+    if tied and embedding not in tensors and known.head in tensors:
         tensors[embedding], origin[embedding] = tensors.pop(known.head), origin[known.head]
+    # The same names, compared as they stand in the file: with its prefix, if it has one.
     prefix = known.prefix if any(known.prefix in full for _, full in origin.values()) else ""
-    full_names = {name: name if name == known.head else prefix + name for name in expected_parts}
+    full_names = {name: name if name == known.head else prefix + name for name in expected}
     full_names |= {name: full for name, (_, full) in origin.items()}
-    found_parts = tensors.keys() - ({known.head} if tied else set())
-    name_sets = [{full_names[name] for name in names} for names in (found_parts, expected_parts)]
-    tensorfile.check_names(path, *name_sets)
-    found: dict[str, list[np.ndarray | Reordered]] = {}
-    for theirs, part in expected_parts.items():
-        array, shape = tensors[theirs], part.shape
+    found_names = {full_names[name] for name in tensors if not (tied and name == known.head)}
+    tensorfile.check_names(path, found_names, {full_names[name] for name in expected})
+    # Each parameter of ours is made of one or several of theirs, one below the other.
+    stacked: dict[str, list[np.ndarray | Reordered]] = {}
+    for theirs, part in expected.items():
+        array = tensors[theirs]
         if array.dtype not in (np.float32, np.float16, ml_dtypes.bfloat16):
             raise UserError(f"{': '.join(origin[theirs])} is {array.dtype}, expected float32, bfloat16 or float16")
-        if array.shape != shape:
-            raise UserError(f"{': '.join(origin[theirs])} is {array.shape}, expected {shape} by {CONFIG}")
-        array = array.T if part.transposed else array
-        found.setdefault(part.ours, []).append(array if part.order is None else Reordered(array, part.order))
+        if array.shape != part.shape:
+            raise UserError(f"{': '.join(origin[theirs])} is {array.shape}, expected {part.shape} by {CONFIG}")
+        if part.transposed:
+            array = array.T
+        stacked.setdefault(part.ours, []).append(array if part.order is None else Reordered(array, part.order))
     if tied and known.head in tensors and not _equal(tensors[known.head], tensors[embedding]):
         other = origin[embedding][1]
         raise UserError(f"{': '.join(origin[known.head])} is not {other}, expected a classifier that is tied to it")
-    arrays: dict[str, RowsOfArray] = {name: one[0] if len(one) == 1 else Stack(one) for name, one in found.items()}
+    arrays: dict[str, RowsOfArray] = {name: one[0] if len(one) == 1 else Stack(one) for name, one in stacked.items()}
     return Weights(path, model, arrays, tokenizer=None)
 
 

@@ -16,7 +16,7 @@ from barellm.cpu import compilers, jit, sources, step
 from barellm.cpu.isa import ISA, arm, host
 from barellm.cpu.lang import sync
 from barellm.cpu.threads import allowed_cpus, thread_count
-from barellm.data.shards import SHARD_TOKENS, TokenStream, magic_for, write_shard
+from barellm.data.shards import SHARD_TOKENS, magic_for, write_shard
 from barellm.data.sources import find_shards
 from barellm.errors import UserError
 from barellm.models.training_schedule import model_schedule
@@ -106,35 +106,51 @@ def build(run: Run, folder: Path, *, threads: int | None = None, static: bool = 
     command = compiler(isa)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"--out {folder} is not empty: name another folder")
+    # The program: configuration, lowered programs, and their kernels as objects.
     config = run.config
     if config.train.dtype == "auto":
         config = replace(config, train=replace(config.train, dtype="bf16" if isa.dot else "fp32"))
     config = resolved(config, "cpu")
     programs = build_programs(config, positions=config.model.max_seq)  # `sample` too reads its prompts with them
-    threads = threads or thread_count()
-    lowered = step.lower_and_plan(programs, threads=threads, isa=isa)
+    lowered = step.lower_and_plan(programs, threads=threads or thread_count(), isa=isa)
     machine = CompiledModel(config, "cpu", None, programs, lowered.plan)
     run.config = config
     image = Image(config, programs, lowered, isa, json.dumps(run.meta(machine), indent=2), run.data.tokenizer)
     kernels = objects(lowered)
+    # The folder, under a temporary name until all is in it.
     temporary = folder.with_name(f"{TEMPORARY}{folder.name}")
     if temporary.exists():  # of a build that was killed
         shutil.rmtree(temporary)
     source = temporary / "source"
     source.mkdir(parents=True)
+    final_tokens = run.final_evaluator.windows.windows * config.train.seq
+    _write_sources(source, image, settings=image.settings(final_tokens=final_tokens))
+    shutil.copy(C / "barellm.h", temporary)
+    _link(command, source, kernels, static=static)
+    train, val = _shard_patterns(run, temporary)
+    if folder.is_dir():  # and empty
+        folder.rmdir()
+    temporary.rename(folder)
+    return Built(folder, train, val)
+
+
+def _write_sources(source: Path, image: Image, *, settings: str) -> None:
+    """Write what the C compiler reads: our C files, and those that are made of the run's programs."""
     for path in C.iterdir():
         shutil.copy(path, source)
     (source / "layout.h").write_text(image.layout())
     (source / "image.c").write_text(image.source())
-    final = run.final_evaluator.windows
-    (source / "settings.c").write_text(image.settings(final_tokens=final.windows * config.train.seq))
+    (source / "settings.c").write_text(settings)
     (source / "exported").write_text(EXPORTED)
     for name, data in image.blobs().items():
         (source / f"{name}.bin").write_bytes(data)
-    for number, code in enumerate(kernels):
-        (source / f"kernel{number}.o").write_bytes(code)
-    shutil.copy(C / "barellm.h", temporary)
+
+
+def _link(command: list[str], source: Path, kernels: list[bytes], *, static: bool) -> None:
+    """Make libbarellm.so of the kernels' objects and PARTS, and the DRIVERS beside it, above the folder `source`."""
     names = [f"kernel{i}.o" for i in range(len(kernels))]
+    for name, code in zip(names, kernels, strict=True):
+        (source / name).write_bytes(code)
     shared = [*OPTIONS, "-fPIC", "-fvisibility=default", *PARTS, *names]
     link = ["-shared", "-Wl,--version-script=exported", "-Wl,-z,noexecstack", "-lm", "-o", "../libbarellm.so"]
     _run([*command, *shared, *link], source)
@@ -142,11 +158,6 @@ def build(run: Run, folder: Path, *, threads: int | None = None, static: bool = 
         _run([*command, *OPTIONS, *parts, "-L..", "-lbarellm", "-lm", "-Wl,-rpath,$ORIGIN", "-o", f"../{name}"], source)
         if static:
             _run([*statically(command), *OPTIONS, *parts, *PARTS, *names, "-lm", "-o", f"../{name}-static"], source)
-    found = patterns(run, temporary)
-    if folder.is_dir():  # and empty
-        folder.rmdir()
-    temporary.rename(folder)
-    return Built(folder, *found)
 
 
 def objects(lowered: step.LoweredPrograms) -> list[bytes]:
@@ -161,27 +172,24 @@ def objects(lowered: step.LoweredPrograms) -> list[bytes]:
     return [*kernels, jit.cached_object(key, isa, lambda: sync.ir(arm=on_arm, futex=True))]
 
 
-def patterns(run: Run, temporary: Path) -> tuple[str, str]:
-    """(training pattern, validation pattern) of shard files. A folder with named splits is used in place; other data is written
-    below `temporary`, and the patterns name the folder that it becomes."""
+def _shard_patterns(run: Run, temporary: Path) -> tuple[str, str]:
+    """(pattern of the training shards, pattern of the validation shards), for the program's --train and --val. A folder with named
+    splits is used in place; other data is written below `temporary`, and the patterns name the folder that it becomes."""
     source = Path(run.config.data.source).expanduser()
-    found = find_shards(run.config.data.source)
     # `sources._from_shards` names the stream so only where files named train and val decided the split, not a share of the tokens.
-    if source.is_dir() and found and run.data.train.name.startswith("training shards"):
+    named_splits = run.data.train.name.startswith("training shards")
+    if named_splits and source.is_dir() and find_shards(run.config.data.source):
         return str(source.resolve() / "*train*.bin"), str(source.resolve() / "*val*.bin")
     data = temporary / "data"
     data.mkdir()
+    magic = magic_for(run.data.tokenizer.vocab_size)
     for name, stream in (("train", run.data.train), ("val", run.data.val)):
-        _write(data, name, stream, run.data.tokenizer.vocab_size)
+        for number, start in enumerate(range(0, len(stream), SHARD_TOKENS)):
+            part = stream.slice(start, min(start + SHARD_TOKENS, len(stream)), name=name)
+            write_shard(data / f"{name}_{number:06d}.bin", part.parts, magic=magic)
     # Where they will lie: the caller renames `temporary` once the program is complete.
     last = temporary.with_name(temporary.name.removeprefix(TEMPORARY)) / "data"
     return str(last / "train_*.bin"), str(last / "val_*.bin")
-
-
-def _write(folder: Path, name: str, stream: TokenStream, vocab_size: int) -> None:
-    for number, start in enumerate(range(0, len(stream), SHARD_TOKENS)):
-        part = stream.slice(start, min(start + SHARD_TOKENS, len(stream)), name=name)
-        write_shard(folder / f"{name}_{number:06d}.bin", part.parts, magic=magic_for(vocab_size))
 
 
 def _run(command: list[str], folder: Path) -> None:

@@ -51,55 +51,68 @@ class OpCheck:
         self._memory = Arena(session.plan, "float64")
         session._starts = {name: partial(self._run, name) for name in session._starts}
 
-    @np.errstate(invalid="ignore", over="ignore")
     def _run(self, program: str) -> None:
         """Run a program op by op, in place of the session's own start: each op is compared with the float64 reference, computed
         from the bytes that the op read. With `again` an op runs twice, and no tensor may change between its writer and its
         readers (`_left`: digest and writer of each). Appends to `faults`; a program goes on behind a fault."""
-        session, block = self.session, self.session._block
-        oracle = ReferenceSession({program: session.programs[program]})
+        block = self.session._block
+        oracle = ReferenceSession({program: self.session.programs[program]})
         oracle.memory = self._memory
         scalars = {name: (block.ints if row.kind == "i64" else block.floats)[row.index] for name, row in SCALARS.items()}
-        ops = list(session.each_op(program))
+        ops = list(self.session.each_op(program))
         read_later = {t.base for op, _ in ops for t in op.inputs.values()}
 
         def read(op: Op, named: dict[str, Tensor]) -> dict[str, np.ndarray]:
-            """The values of an op's operands `named`, copied out of the session's memory at this moment."""
-            shapes = {}
-            for t in {*named.values(), *(t.base for t in named.values())}:
-                at = session.plan.offsets[t.base]
-                self._memory.bytes[at : at + t.base.nbytes] = self._bytes(t.base)
-                shapes[t] = tuple(int(scalars[n.name]) if isinstance(n, Dim) else n for n in t.shape)
-            return {k: oracle._read(t, shapes, rounded=k in op.rounded) for k, t in named.items()}
+            return self._read(oracle, op, named, scalars)
 
         self._left = {t: left for t, left in self._left.items() if t.role in PERSISTENT}
         for number, (op, run) in enumerate(ops, 1):
             found: list[tuple[Tensor, str]] = []
-            kept = {t.base for t in op.inputs.values()} - {t.base for t in op.outputs.values()}
+            # Before the op: its operands are as they were left.
+            read_bases = {t.base for t in op.inputs.values()}
+            written_bases = {t.base for t in op.outputs.values()}
             if self.again:
                 found += self._changed(t.base for t in op.inputs.values())
             given = read(op, op.inputs)
             current = read(op, {k: t for k, t in op.outputs.items() if op.adds(k, scalars)})
+            # The op, and what it only reads is still so.
             twice = self._twice(op, run)
-            found += (self._changed(kept) if self.again else []) + twice
+            if self.again:
+                found += self._changed(read_bases - written_bases)
+            found += twice
+            # Its results.
             if all(np.isfinite(a).all() for a in given.values()):  # else an op before it is to blame
-                results, want = read(op, op.outputs), op.run(given, scalars, current)
-                for name, t in op.outputs.items():
-                    if t.role != "activation" or t.base in read_later:  # what nobody reads need not be there
-                        full = all(x.dtype in ("fp32", "i32") for x in (t, *op.inputs.values()))
-                        error = excess(results[name], want[name], t.dtype, self.fp32_bound if full else self.bound)
-                        self.worst[op.name] = max(self.worst.get(op.name, 0.0), error)
-                        if not error <= 1:
-                            found.append((t, f"off from the float64 reference by {error:.3g} times what rounding explains"))
+                results = read(op, {k: t for k, t in op.outputs.items() if t.role != "activation" or t.base in read_later})
+                found += self._wrong(op, results, wanted=op.run(given, scalars, current))
             self.count += 1
             self.faults += [Fault(program, number, op.name, t.name, what) for t, what in found]
-            for t in {t.base for t in op.outputs.values()} if self.again else ():
-                self._left[t] = digest(self._bytes(t)), f"op {number}, {op.name}, wrote it"
+            if self.again:
+                self._left |= {t: (digest(self._bytes(t)), f"op {number}, {op.name}, wrote it") for t in written_bases}
         if self.again:
             last = len(ops), ops[-1][0].name if ops else ""
-            self.faults += [
-                Fault(program, *last, t.name, what) for t, what in self._changed(list(self._left)) if t.role in PERSISTENT
-            ]
+            changed = [(t, what) for t, what in self._changed(list(self._left)) if t.role in PERSISTENT]
+            self.faults += [Fault(program, *last, t.name, what) for t, what in changed]
+
+    def _read(self, oracle: ReferenceSession, op: Op, named: dict[str, Tensor], scalars: dict[str, Any]) -> dict[str, np.ndarray]:
+        """The values of an op's operands `named`, copied out of the session's memory at this moment."""
+        shapes = {}
+        for t in {*named.values(), *(t.base for t in named.values())}:
+            at = self.session.plan.offsets[t.base]
+            self._memory.bytes[at : at + t.base.nbytes] = self._bytes(t.base)
+            shapes[t] = tuple(int(scalars[n.name]) if isinstance(n, Dim) else n for n in t.shape)
+        return {k: oracle._read(t, shapes, rounded=k in op.rounded) for k, t in named.items()}
+
+    def _wrong(self, op: Op, results: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> list[tuple[Tensor, str]]:
+        """The outputs of `results` that are further from the reference's than the bound. Notes the largest error in `worst`."""
+        found = []
+        for name, result in results.items():
+            t = op.outputs[name]
+            full = all(x.dtype in ("fp32", "i32") for x in (t, *op.inputs.values()))
+            error = excess(result, wanted[name], t.dtype, self.fp32_bound if full else self.bound)
+            self.worst[op.name] = max(self.worst.get(op.name, 0.0), error)
+            if not error <= 1:
+                found.append((t, f"off from the float64 reference by {error:.3g} times what rounding explains"))
+        return found
 
     def _bytes(self, t: Tensor) -> np.ndarray:
         at = self.session.plan.offsets[t]
