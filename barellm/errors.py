@@ -38,14 +38,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     from difflib import get_close_matches
 
     words = {k: k.lstrip("-") for k in known}
+    tails = {k: bare.rpartition(".")[2] for k, bare in words.items()}
     word = name.lstrip("-")
     tail = word.rpartition(".")[2]
-    tails = {k: bare.rpartition(".")[2] for k, bare in words.items()}
     found = [k for k, bare in words.items() if len(word) > 1 and bare.startswith(word)]
     found = found or [k for k in words if tail and tails[k] == tail]
     for target, choices in ((word, words), (tail, tails)):
-        close = [] if found else get_close_matches(target, choices.values(), n=1, cutoff=CLOSE)
-        found = found or [k for k in choices if choices[k] in close]
+        if not found:
+            close = get_close_matches(target, choices.values(), n=1, cutoff=CLOSE)
+            found = [k for k in choices if choices[k] in close]
     return f", did you mean {found[0]!r}?" if found else ""
 
 

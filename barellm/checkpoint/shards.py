@@ -49,8 +49,6 @@ class ShardedState:
             return self._parts[name][rank]
         return (0, self.tensors[name].size) if rank == 0 else (0, 0)
 
-    # --- loading, on each rank ---
-
     def write_rows(self, name: str, lo: int, values: np.ndarray) -> None:
         """Write leading rows from `lo` on, of which this rank keeps only its shard."""
         t = self.tensors[name]
@@ -64,8 +62,6 @@ class ShardedState:
             local = self._session.tensors[name]
             width = _width(local)
             self._session.write_rows(name, (low - first) // width, flat[low - begin : high - begin].reshape(-1, *local.shape[1:]))
-
-    # --- saving: rank 0 reads, and the others serve ---
 
     @contextmanager
     def served(self) -> Iterator[None]:

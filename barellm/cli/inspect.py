@@ -119,18 +119,20 @@ def _of_a_weight(row: dict[str, Any], loops: list[dict[str, Any]], widest: str) 
     from barellm.cpu.kernels.gemm.quantized_digits import products_of_a_weight
 
     lanes = {"zmm": 16, "ymm": 8}.get(widest, 4)
-    per_lane = {"vdpbf16ps": 2, "bfdot": 2}
-    adds = [x["multiply_adds"] for x in loops]
-    if any("vpdpbusd" in found for found in adds):
-        per_instruction = 4 / products_of_a_weight(row["constants"]["weights"], row["operands"][2])
-        weights = [int(per_instruction * found.get("vpdpbusd", 0)) for found in adds]
+    byte_products = any("vpdpbusd" in loop["multiply_adds"] for loop in loops)
+    if byte_products:
+        weights_of = {"vpdpbusd": 4 / products_of_a_weight(row["constants"]["weights"], row["operands"][2])}
     else:
-        weights = [sum(n * per_lane.get(name, 1) for name, n in found.items()) for found in adds]
-    counts = [(x["instructions"], per_instruction) for x, per_instruction in zip(loops, weights, strict=True)]
-    counts = [(instructions, lanes * per_instruction) for instructions, per_instruction in counts if per_instruction]
+        weights_of = {"vdpbf16ps": 2, "bfdot": 2}  # in a lane; other instructions: 1
+    counts = []  # (weights, instructions) of each loop that has any
+    for loop in loops:
+        other = 0 if byte_products else 1
+        in_a_lane = int(sum(n * weights_of.get(name, other) for name, n in loop["multiply_adds"].items()))
+        if in_a_lane:
+            counts.append((lanes * in_a_lane, loop["instructions"]))
     if not counts:
         return []
-    instructions, weights = min(counts, key=lambda count: count[1])
+    weights, instructions = min(counts, key=lambda count: count[0])
     return [f"one row              {instructions} instructions for {weights} weights: {instructions / weights:.2f} each"]
 
 

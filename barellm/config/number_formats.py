@@ -27,19 +27,24 @@ class NumberFormat:
 
 
 def number_format(name: str) -> NumberFormat | None:
-    """The format of a name; None if it names none. Those of 8 bits and more are as IEEE 754 has them, with a last exponent for
-    infinity and NaN; but e4m3 is OCP's, where of that exponent the last number alone is NaN. Shorter ones: numbers only (MX)."""
+    """The format of a name, eXmY or eXmYbBIAS; None if it names none. Those of 8 bits and more are as IEEE 754 has them, with a last
+    exponent for infinity and NaN; but e4m3 is OCP's, where of that exponent the last number alone is NaN. Shorter ones have numbers
+    only, as OCP's MX formats."""
     found = re.fullmatch(r"e(\d+)m(\d+)(?:b(-?\d+))?", name.strip())
     if not found:
         return None
-    x, y = int(found[1]), int(found[2])
-    bias = 2 ** (x - 1) - 1 if found[3] is None else int(found[3])
-    if any(not low <= n <= high for n, (low, high) in ((x, EXPONENT_BITS), (y, MANTISSA_BITS), (bias, BIASES))):
-        return None
-    finite = 1 + x + y < 8 or (x, y) == (4, 3)
-    exponents = 2**x - (1 if finite else 2)
+    exponent_bits, mantissa_bits = int(found[1]), int(found[2])
+    bias = 2 ** (exponent_bits - 1) - 1 if found[3] is None else int(found[3])
+    for number, (least, most) in ((exponent_bits, EXPONENT_BITS), (mantissa_bits, MANTISSA_BITS), (bias, BIASES)):
+        if not least <= number <= most:
+            return None
+    is_e4m3 = (exponent_bits, mantissa_bits) == (4, 3)
+    numbers_only = is_e4m3 or 1 + exponent_bits + mantissa_bits < 8
+    exponents = 2**exponent_bits - (1 if numbers_only else 2)  # of normal numbers; the first code is that of the denormals
     top = exponents - bias
-    return NumberFormat(y, exponents, 1.75 if (x, y) == (4, 3) else 2 - 2.0**-y, top) if top <= LARGEST_EXPONENT else None
+    if top > LARGEST_EXPONENT:
+        return None
+    return NumberFormat(mantissa_bits, exponents, 1.75 if is_e4m3 else 2 - 2.0**-mantissa_bits, top)
 
 
 def number_formats(text: str) -> Mapping[str, NumberFormat]:

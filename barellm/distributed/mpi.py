@@ -53,8 +53,6 @@ class MpiRanks:
             self._readable = self._try_reading()
         _forget_files()
 
-    # --- what runtime.ranks.Ranks says ---
-
     def prepared(self, sends: Arrays, receives: Arrays) -> Callable[[], None]:
         """A function that does these transfers; between ranks that can read each other's memory, by reads between two barriers."""
         readings = self._readings(sends, receives)
@@ -168,8 +166,6 @@ class MpiRanks:
             while (message := self._world.improbe(rank, VALUES)) is None:
                 look()
         return message.recv()
-
-    # --- beginning and end ---
 
     def settle(self, cores: Sequence[int]) -> None:
         """Deal the processor's `cores` to the ranks of this machine."""

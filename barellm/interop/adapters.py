@@ -198,13 +198,16 @@ def _pair(file: Path, config: Mapping[str, Any], model: ModelConfig, m: Module, 
 def _of_module(file: Path, config: Mapping[str, Any], m: Module, key: str, usual: int) -> Any:
     """PEFT's `r` or `lora_alpha` of a module: from the first rank_pattern or alpha_pattern that its name ends with, else the
     general value (`usual`: the default if that is missing, too)."""
-    patterns, found = config.get({"r": "rank_pattern", "lora_alpha": "alpha_pattern"}[key]), config.get(key, usual)
-    if isinstance(patterns, dict):
+    found = config.get(key, usual)
+    patterns = config.get("rank_pattern" if key == "r" else "alpha_pattern")
+    for word in patterns if isinstance(patterns, dict) else ():
         # A name, or a regular expression of one: only its dots are read as such, since a stranger's could take for ever.
-        words = (word for word in patterns if re.fullmatch(r"[\w.\\^$]+", word))
-        matching = [word for word in words if f".{m.name}".endswith("." + word.strip("^$").replace("\\", ""))]
-        found = patterns[matching[0]] if matching else found
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < 1 << 16 or (key == "r" and found % 1):
+        plain = word.strip("^$").replace("\\", "")
+        if re.fullmatch(r"[\w.\\^$]+", word) and f".{m.name}".endswith(f".{plain}"):
+            found = patterns[word]
+            break
+    is_number = isinstance(found, int | float) and not isinstance(found, bool) and 0 < found < 1 << 16
+    if not is_number or (key == "r" and found % 1):
         raise UserError(f"{file.parent / CONFIG}: {key} of {m.name} is {shown(found)}, expected a number above 0")
     return found
 

@@ -114,13 +114,16 @@ def forward(
     """The loss (1,): summed over valid targets, times the scalar inv_targets (1 / their number). Dropout only in training."""
     w = declare(p, cfg)
     rate = cfg.dropout if training else 0.0
-    positions, starts = (documents.positions, documents.starts) if documents else (None, None)
+    positions_BT, starts_BT = (documents.positions, documents.starts) if documents else (None, None)
 
     def attend(_: Block, qkv_BT3C: Tensor) -> Tensor:
-        return p.attention(*p.split(qkv_BT3C, 3), heads=cfg.heads, dropout=rate, starts=starts)
+        return p.attention(*p.split(qkv_BT3C, 3), heads=cfg.heads, dropout=rate, starts=starts_BT)
 
-    rest = (w, tokens_BT, attend, lambda x_BTC: p.dropout(x_BTC, rate, cfg.dropout_bits))
-    h_BTC = (_unit_trunk if cfg.unit_scaling else trunk)(p, cfg, *rest, positions_BT=positions)
+    def dropout(x_BTC: Tensor) -> Tensor:
+        return p.dropout(x_BTC, rate, cfg.dropout_bits)
+
+    add_trunk = _unit_trunk if cfg.unit_scaling else trunk
+    h_BTC = add_trunk(p, cfg, w, tokens_BT, attend, dropout, positions_BT=positions_BT)
     return p.classifier(h_BTC, w.wte, targets_BT, valid_vocab=cfg.vocab_size)
 
 
@@ -129,14 +132,14 @@ def decode(p: Program, cfg: Config, tokens_BT: Tensor, caches: tuple[int, int] |
     batching, the cache rows and positions that `places` gives, in caches of the shape `caches` (rows, length)
     (`assembly/serving.py`)."""
     w = declare(p, cfg)
-    shape = tuple(int(n) for n in (*(caches or tokens_BT.shape), cfg.d_model))
+    rows, length = caches or (int(n) for n in tokens_BT.shape)
 
     def attend(block: Block, qkv_BT3C: Tensor) -> Tensor:
-        kv_caches = [p.cache(f"{block.name}.{kind}_cache", shape, p.compute) for kind in "kv"]
+        kv_caches = [p.cache(f"{block.name}.{kind}_cache", (rows, length, cfg.d_model), p.compute) for kind in "kv"]
         return p.attention_cached(*p.split(qkv_BT3C, 3), *kv_caches, heads=cfg.heads, **places)
 
-    rest, at = (w, tokens_BT, attend, lambda x_BTC: x_BTC), places.get("positions")
-    x_BTC = (_unit_trunk if cfg.unit_scaling else trunk)(p, cfg, *rest, positions_BT=at)
+    add_trunk = _unit_trunk if cfg.unit_scaling else trunk
+    x_BTC = add_trunk(p, cfg, w, tokens_BT, attend, lambda x_BTC: x_BTC, positions_BT=places.get("positions"))
     return p.last_logits(x_BTC, w.wte)
 
 

@@ -77,8 +77,6 @@ class Graph:
         """The dtype of matmul operands and of the activations between them."""
         return self.precision.operands
 
-    # --- tensors ---
-
     def input(self, name: str, shape: tuple[int, ...], dtype: str = "i32") -> Tensor:
         """What a session writes before a run, by this name."""
         self.named[name] = t = Tensor(name, shape, dtype, "input")
@@ -148,8 +146,6 @@ class Graph:
             raise ValueError(f"split expects widths that add up to {C} columns: {widths}, {describe(x=x)}")
         firsts = [sum(widths[:i]) for i in range(len(widths))]
         return [View(x, first, width) for first, width in zip(firsts, widths, strict=True)]
-
-    # --- the list ---
 
     @contextmanager
     def segment(self, name: str | None) -> Iterator[None]:

@@ -143,8 +143,6 @@ class Engine:
         self._thread = threading.Thread(target=self._loop, name="barellm engine", daemon=True)
         self._thread.start()
 
-    # --- from any thread ---
-
     def submit(self, request: Request, deliver: Callable[[Event], object]) -> Ticket:
         """Queue a text; it begins when a slot is free. `deliver` gets its events in order on the engine's thread and must not
         block. Full if the queue is; UserError for an invalid request."""
@@ -190,8 +188,6 @@ class Engine:
             self._changed.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-
-    # --- the engine's thread ---
 
     def _loop(self) -> None:
         """The engine's thread: prefill one piece, then one decode step for all running texts, until closed."""
