@@ -209,8 +209,7 @@ def new_path(target: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace the content of a file: it has the whole new content or the old one, also after a power cut. A link is replaced, and
-    what it points to stays as it is."""
+    """Replace the content of a file: it has the new content or the old one, also after a power cut. A link itself is replaced."""
     temporary = _temporary(path)
     write_file(temporary, data)
     system.replace(temporary, path)
@@ -235,8 +234,7 @@ def set_aside(path: Path) -> Path:
 
 
 def remove_checkpoint(path: Path, warn: Callable[[str], object]) -> None:
-    """Remove an old checkpoint as far as the system lets us. What it does not, `warn` is told in a line: nothing that is new may
-    fail for it, and the next save tries again."""
+    """Remove an old checkpoint as far as the system lets us. The rest goes to `warn`, in a line; the next save tries again."""
     try:
         remove(path if path.name.startswith(TEMPORARY) else set_aside(path))
     except OSError as error:

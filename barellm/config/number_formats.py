@@ -27,9 +27,8 @@ class NumberFormat:
 
 
 def number_format(name: str) -> NumberFormat | None:
-    """The format of a name, eXmY or eXmYbBIAS; None if it names none. Those of 8 bits and more are as IEEE 754 has them, with a last
-    exponent for infinity and NaN; but e4m3 is OCP's, where of that exponent the last number alone is NaN. Shorter ones have numbers
-    only, as OCP's MX formats."""
+    """The format of a name, as eXmY or eXmYbZ; None if it names none. Those of 8 bits and more are as in IEEE 754, with a last
+    exponent for infinity and NaN; but of that of e4m3, as in OCP, the last number alone is NaN. Shorter ones have only numbers."""
     found = re.fullmatch(r"e(\d+)m(\d+)(?:b(-?\d+))?", name.strip())
     if not found:
         return None

@@ -70,8 +70,7 @@ class HuggingFace(Tokenizer):
 
     @cached_property
     def tokens(self) -> Sequence[bytes]:
-        """The bytes of each id: empty for special tokens and unused ids. A token's text may depend on its neighbours (spaces), so
-        it is decoded between two letters."""
+        """The bytes of each id, decoded between two letters (spaces depend on neighbours): empty for special and unused ones."""
         decoder = self._encoder("text").decoder
         byte_of = bpe.printable_bytes()
         special = set(self._special.values())

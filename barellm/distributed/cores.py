@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 
 def share(cores: Sequence[int], number: int, count: int) -> list[int]:
-    """The cores of rank `number` of the `count` on this machine: a part that no other has, as even as can be. Where there are more
-    ranks than cores, some share one."""
+    """The cores of rank `number` of the `count` on this machine: a part of its own, as even as can be; shared if ranks are more."""
     if count > len(cores):
         return [cores[number % len(cores)]]
     return list(cores[number * len(cores) // count : (number + 1) * len(cores) // count])

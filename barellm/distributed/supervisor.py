@@ -88,8 +88,7 @@ class Supervisor(threading.Thread):
 
 
 class PeerSupervisor(Supervisor):
-    """A guard in a rank, for those that have been started by the same process. Of several the one with the lowest number has the
-    word; the others wait for it a little."""
+    """A guard in a rank, for those that have been started by the same process. The lowest number acts; the others wait a little."""
 
     def __init__(self) -> None:
         super().__init__(os.getppid())

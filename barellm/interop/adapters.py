@@ -200,11 +200,11 @@ def _of_module(file: Path, config: Mapping[str, Any], m: Module, key: str, usual
     general value (`usual`: the default if that is missing, too)."""
     found = config.get(key, usual)
     patterns = config.get("rank_pattern" if key == "r" else "alpha_pattern")
-    for word in patterns if isinstance(patterns, dict) else ():
+    for word, value in patterns.items() if isinstance(patterns, dict) else ():
         # A name, or a regular expression of one: only its dots are read as such, since a stranger's could take for ever.
         plain = word.strip("^$").replace("\\", "")
         if re.fullmatch(r"[\w.\\^$]+", word) and f".{m.name}".endswith(f".{plain}"):
-            found = patterns[word]
+            found = value
             break
     is_number = isinstance(found, int | float) and not isinstance(found, bool) and 0 < found < 1 << 16
     if not is_number or (key == "r" and found % 1):

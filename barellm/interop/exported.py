@@ -26,38 +26,18 @@ def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | Non
     """Export the weights that `source` names to `out` and return lines for the user. `kind`, `dtype`: a key of FORMATS and one of
     its dtypes; `licence`: for the model card, None: not said; `merge`: merge an adapter into its base first. All is checked before
     anything is written: UserError if the format cannot hold the model or `out` exists."""
-    for option, name, known in (("--format", kind, FORMATS), ("--dtype", dtype, FORMATS.get(kind, ()))):
-        if name not in known:
-            also = {of: f" or {other}" for other, of in reversed(aliases.FORMATS.items())}
-            listed = ", ".join(f"{one}{also.get(one, '')}" for one in known)
-            raise UserError(f"{option} is {name!r}{nearest(name, [*known, *aliases.FORMATS])} (known: {listed})")
-    if licence is not None and kind.startswith("llmc"):
-        raise UserError(f"--license is {licence!r}, and a file of --format {kind} has no place for it: leave it out")
-    if out.exists():
-        raise UserError(f"--out {out} exists, expected a new {'folder' if kind in ('huggingface', PEFT, TRAINING) else 'file'}")
+    _check_options(out, kind=kind, dtype=dtype, licence=licence)
     if kind == PEFT:
         return _adapter(source, out, licence=licence, merge=merge)
     weights = open_weights(source)
-    has_adapter = (
-        "base" in checkpoint.read_meta(weights.path) if is_checkpoint(weights) else (weights.path / adapters.CONFIG).is_file()
-    )
-    if kind != TOKENIZER and has_adapter != merge:
-        hint = "export it as peft, or add --merge" if has_adapter else "leave out --merge"
-        raise UserError(f"{weights.path} {'was trained on top of' if has_adapter else 'has no adapter and no'} a base: {hint}")
-    if kind != TOKENIZER and not hasattr(models.of(weights.model), "llmc_order" if kind.startswith("llmc") else "HUGGING_FACE"):
-        raise UserError(f"{weights.path} is {models.name_of(weights.model)}, which --format {kind} does not have")
-    if kind != TOKENIZER and (reason := huggingface.hugging_face(weights.model).refused(weights.model)):
-        raise UserError(f"{weights.path}: {reason}")
-    if kind == "gguf" and (reason := gguf_writer.refused(weights.model)):
-        raise UserError(f"{weights.path}: {reason}")
-    tokens = llmc_tokenizer.content(weights.tokenizer) if kind == TOKENIZER else b""
-    if kind == "gguf":
-        gguf.package()
-    out.parent.mkdir(parents=True, exist_ok=True)
     if kind == TOKENIZER:
-        with storage.new_file(out, size=len(tokens)) as file:
-            file.write(tokens)
+        content = llmc_tokenizer.content(weights.tokenizer)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with storage.new_file(out, size=len(content)) as file:
+            file.write(content)
         return [f"{out}: a tokenizer of {weights.model.vocab_size:,} ids for llm.c"]
+    _check_model(weights, kind=kind, merge=merge)
+    out.parent.mkdir(parents=True, exist_ok=True)
     if kind == TRAINING:
         return _training(weights, out, dtype=dtype)
     if kind == "llmc":
@@ -69,10 +49,45 @@ def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | Non
     names = huggingface.write(weights, out, dtype=dtype, card=card.text(weights, dtype=dtype, licence=licence))
     lines = [f"{out}: {', '.join(names)}, {dtype}"]
     if vocabulary.SETTINGS not in names:
-        kind = weights.tokenizer.name if weights.tokenizer else "unknown"
-        reason = "GPT-2's vocabulary is not on this machine" if kind == "gpt2" else f"transformers has none of kind {kind}"
+        tokenizer = weights.tokenizer.name if weights.tokenizer else "unknown"
+        reason = f"transformers has none of kind {tokenizer}"
+        if tokenizer == "gpt2":
+            reason = "GPT-2's vocabulary is not on this machine"
         lines.append(f"without a tokenizer: {reason}")
     return lines
+
+
+def _check_options(out: Path, *, kind: str, dtype: str, licence: str | None) -> None:
+    """UserError for an unknown format, a dtype that it does not have, a licence that it cannot say, or `out` that exists."""
+    for option, name, known in (("--format", kind, FORMATS), ("--dtype", dtype, FORMATS.get(kind, ()))):
+        if name not in known:
+            also = {of: f" or {other}" for other, of in reversed(aliases.FORMATS.items())}
+            listed = ", ".join(f"{one}{also.get(one, '')}" for one in known)
+            raise UserError(f"{option} is {name!r}{nearest(name, [*known, *aliases.FORMATS])} (known: {listed})")
+    if licence is not None and kind.startswith("llmc"):
+        raise UserError(f"--license is {licence!r}, and a file of --format {kind} has no place for it: leave it out")
+    if out.exists():
+        raise UserError(f"--out {out} exists, expected a new {'folder' if kind in ('huggingface', PEFT, TRAINING) else 'file'}")
+
+
+def _check_model(weights: Weights, *, kind: str, merge: bool) -> None:
+    """UserError where the format `kind` cannot hold the model, or `merge` is given without an adapter, or missing with one."""
+    if is_checkpoint(weights):
+        has_adapter = "base" in checkpoint.read_meta(weights.path)
+    else:
+        has_adapter = (weights.path / adapters.CONFIG).is_file()
+    if has_adapter != merge:
+        hint = "export it as peft, or add --merge" if has_adapter else "leave out --merge"
+        raise UserError(f"{weights.path} {'was trained on top of' if has_adapter else 'has no adapter and no'} a base: {hint}")
+    if not hasattr(models.of(weights.model), "llmc_order" if kind.startswith("llmc") else "HUGGING_FACE"):
+        raise UserError(f"{weights.path} is {models.name_of(weights.model)}, which --format {kind} does not have")
+    reason = huggingface.hugging_face(weights.model).refused(weights.model)
+    if reason is None and kind == "gguf":
+        reason = gguf_writer.refused(weights.model)
+    if reason:
+        raise UserError(f"{weights.path}: {reason}")
+    if kind == "gguf":
+        gguf.package()  # UserError where it is missing
 
 
 def _adapter(source: Path, out: Path, *, licence: str | None, merge: bool) -> list[str]:

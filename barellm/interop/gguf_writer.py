@@ -274,8 +274,7 @@ def _piece_scores(ids: dict[str, int], merges: list[str], normal: list[Any], wor
 
 
 def _rule(words: list[dict[str, Any]]) -> str:
-    """llama.cpp's name of the pre-tokenizer that a tokenizer's steps describe. UserError unless it matches exactly: a similar one
-    would give some texts other ids."""
+    """llama.cpp's name of the pre-tokenizer that a tokenizer's steps describe. UserError unless exact: others give other ids."""
     *splits, last = words
     at = {"type": "Split", "behavior": "Isolated", "invert": False}
     rules = {"gpt-2": (True, []), "smollm": (True, [{"type": "Digits", "individual_digits": True}])}

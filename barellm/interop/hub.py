@@ -19,8 +19,7 @@ def is_name(path: Path | str) -> bool:
 
 
 def fetched(name: str) -> Path:
-    """Download (or update) hf:OWNER/NAME[/FILE.gguf][@REVISION] into huggingface_hub's cache and return the folder or file.
-    UserError if the hub does not deliver it."""
+    """Download (or update) hf:OWNER/NAME[/FILE.gguf][@REVISION] into the hub's cache; returns its path. UserError if that fails."""
     found = NAME.fullmatch(name)
     if found is None:
         raise UserError(f"{name} is no name on the hub, expected hf:OWNER/NAME, with /FILE.gguf for one file, and @REVISION")

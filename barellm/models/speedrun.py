@@ -195,9 +195,9 @@ class Weights:
 
 def declare(p: Program, cfg: Config) -> Weights:
     """Declare the parameters, initialized as in the record: uniform q, k, v, O and first MLP matrix, zero second and gates."""
-    L, C, F, Vp = cfg.layers, cfg.d_model, cfg.d_ff, cfg.padded_vocab
-    bound = sqrt(3) * 0.5 / sqrt(C)
-    values = [i for i in cfg.names("values") if i not in cfg.names("skipped")]
+    C, Vp = cfg.d_model, cfg.padded_vocab
+    skipped = cfg.names("skipped")
+    values = [i for i in cfg.names("values") if i not in skipped]
 
     def adam_matrix(name: str, rows: int, columns: int, **begins: Any) -> Tensor:
         return p.parameter(name, (rows, columns), bf16=cfg.adam_weights == "bf16", **begins)
@@ -206,24 +206,26 @@ def declare(p: Program, cfg: Config) -> Weights:
         return adam_matrix(f"{name}.gate", rows, GATED)
 
     def layer(i: int) -> Layer:
-        attends, valued = i not in cfg.names("skipped"), i in values
-        return Layer(
-            name=f"h.{i}",
-            qkv=p.parameter(f"h.{i}.attn.qkv", (3 * C, C), bound=bound) if attends else None,
-            proj=p.parameter(f"h.{i}.attn.proj", (C, C), bound=bound) if attends else None,
-            gate=gate(f"h.{i}.attn", cfg.heads) if attends else None,
-            ve=adam_matrix(f"values.{values.index(i)}", Vp, C, std=0.01) if valued else None,
-            ve_gate=gate(f"h.{i}.value", cfg.heads) if valued else None,
-            up=p.parameter(f"h.{i}.mlp.up", (F, C), bound=bound),
-            down=p.parameter(f"h.{i}.mlp.down", (F, C)),
-        )
+        """Layer i: an MLP, attention unless the layer skips it, and value embeddings where it is one of `values`."""
+        name, bound = f"h.{i}", sqrt(3) * 0.5 / sqrt(C)
+        qkv = proj = attention_gate = embedded = value_gate = None
+        if i not in skipped:
+            qkv = p.parameter(f"{name}.attn.qkv", (3 * C, C), bound=bound)
+            proj = p.parameter(f"{name}.attn.proj", (C, C), bound=bound)
+            attention_gate = gate(f"{name}.attn", cfg.heads)
+        if i in values:
+            embedded = adam_matrix(f"values.{values.index(i)}", Vp, C, std=0.01)
+            value_gate = gate(f"{name}.value", cfg.heads)
+        up = p.parameter(f"{name}.mlp.up", (cfg.d_ff, C), bound=bound)
+        down = p.parameter(f"{name}.mlp.down", (cfg.d_ff, C))
+        return Layer(name, qkv, proj, attention_gate, embedded, value_gate, up, down)
 
     embed = adam_matrix("embed", Vp, C, transposed="head")
     bigrams = adam_matrix("bigrams", BUCKETS * Vp, C) if cfg.bigram else None
     factors = {name: p.parameter(name, (n,), value=first) for name, (n, first) in _factors(cfg).items()}
     smear = gate("smear", 1) if cfg.smear else None
-    skip = gate("skip", 1) if cfg.names("skipped") else None
-    layers = [layer(i) for i in range(L)]
+    skip = gate("skip", 1) if skipped else None
+    layers = [layer(i) for i in range(cfg.layers)]
     return Weights(embed, bigrams, factors, smear, skip, layers, adam_matrix("head", C, Vp, std=0.005))
 
 

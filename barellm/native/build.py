@@ -16,7 +16,7 @@ from barellm.cpu import compilers, jit, sources, step
 from barellm.cpu.isa import ISA, arm, host
 from barellm.cpu.lang import sync
 from barellm.cpu.threads import allowed_cpus, thread_count
-from barellm.data.shards import SHARD_TOKENS, magic_for, write_shard
+from barellm.data.shards import SHARD_TOKENS, TokenStream, magic_for, write_shard
 from barellm.data.sources import find_shards
 from barellm.errors import UserError
 from barellm.models.training_schedule import model_schedule
@@ -182,14 +182,17 @@ def _shard_patterns(run: Run, temporary: Path) -> tuple[str, str]:
         return str(source.resolve() / "*train*.bin"), str(source.resolve() / "*val*.bin")
     data = temporary / "data"
     data.mkdir()
-    magic = magic_for(run.data.tokenizer.vocab_size)
     for name, stream in (("train", run.data.train), ("val", run.data.val)):
-        for number, start in enumerate(range(0, len(stream), SHARD_TOKENS)):
-            part = stream.slice(start, min(start + SHARD_TOKENS, len(stream)), name=name)
-            write_shard(data / f"{name}_{number:06d}.bin", part.parts, magic=magic)
+        _write_shards(data, name, stream, run.data.tokenizer.vocab_size)
     # Where they will lie: the caller renames `temporary` once the program is complete.
     last = temporary.with_name(temporary.name.removeprefix(TEMPORARY)) / "data"
     return str(last / "train_*.bin"), str(last / "val_*.bin")
+
+
+def _write_shards(folder: Path, name: str, stream: TokenStream, vocab_size: int) -> None:
+    for number, start in enumerate(range(0, len(stream), SHARD_TOKENS)):
+        part = stream.slice(start, min(start + SHARD_TOKENS, len(stream)), name=name)
+        write_shard(folder / f"{name}_{number:06d}.bin", part.parts, magic=magic_for(vocab_size))
 
 
 def _run(command: list[str], folder: Path) -> None:

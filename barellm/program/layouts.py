@@ -115,8 +115,6 @@ class Layout:
         counts = np.diff(self.offsets, axis=1)[:, :rows]
         return Layout(length, self.block, offsets_of(counts), self.keys[kept], self.kinds[kept], self.masks)
 
-    # --- tables, as kernels read them ---
-
     @cached_property
     def tables(self) -> dict[str, np.ndarray]:
         return {"rows": self.row_table(), "columns": self.column_table(), "masks": self.mask_words()}

@@ -30,8 +30,7 @@ FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def html(runs: Sequence[dict[str, Any]] = ()) -> tuple[str, str]:
-    """(the page, its Content-Security-Policy): only its own script and style run. With `runs` (from `archived`) it is a
-    self-contained file that fetches nothing."""
+    """(the page, its Content-Security-Policy): only its own script and style run. With `runs` (`archived`) it fetches nothing."""
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     found = re.findall(r"<(script|style)>(.*?)</\1>", text, re.DOTALL)
     digests = {tag: base64.b64encode(hashlib.sha256(body.encode()).digest()).decode() for tag, body in found}

@@ -147,8 +147,6 @@ class Loop:
         while self.progress.step < step:
             self._step()
 
-    # --- one step ---
-
     def _step(self) -> bool:
         """Do one optimizer step: forward and backward of its micro-batches, then the update. False if stopped between
         micro-batches, whose gradients are then discarded."""
@@ -352,8 +350,6 @@ class Loop:
             left_s=budget - progress.seconds - self.final_targets / self._evaluated_per_s, limit=train.steps or ANY_STEPS,
         )  # fmt: skip
 
-    # --- between steps ---
-
     def _after_step(self, step: int) -> None:
         """Evaluations and samples due at this step (repeated after a resume, recorded once). May end the run (early stopping)."""
         train, last = self.config.train, step == self.progress.total
@@ -421,8 +417,6 @@ class Loop:
             lines = visible(text).splitlines()
             more = ["  | ..."] * (len(lines) > SHOWN_LINES)
             self.console.line("\n".join([f"step {step:>5}  sample", *(f"  | {x}" for x in lines[:SHOWN_LINES]), *more]))
-
-    # --- checkpoints ---
 
     def point(self) -> Point:
         """The last complete step for a checkpoint. The newest `save_total_limit` stay, or all while loss or norm is not finite."""

@@ -55,8 +55,6 @@ class Saving:
         """Whether what a checkpoint holds can be read, and does not change, while this program runs."""
         return self._shared and not self._names(point) & self._written.get(program, self._names(point))
 
-    # --- on the way ---
-
     def begin(self, point: Point) -> None:
         """Start a background save. Only what the next update changes is copied, unless a thread may not read the session."""
         self.wait()
@@ -131,8 +129,6 @@ class Saving:
         for path in checkpoint.steps(folder):
             if path != saved:  # of before a resume it may be a later one
                 storage.remove_checkpoint(path, self._not_removed)
-
-    # --- before the run ends ---
 
     def now(self, point: Point) -> None:
         """Save, and return when it is done. OSError where it failed."""

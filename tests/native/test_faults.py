@@ -468,7 +468,7 @@ def test_a_stream_of_several_shards_is_that_of_one(program, tmp_path, monkeypatc
         shutil.copy(next(program.data.glob("val_*.bin")), tmp_path / name)
     monkeypatch.setattr(build, "SHARD_TOKENS", 1000)
     (tmp_path / "cut").mkdir()
-    build._write(tmp_path / "cut", "train", TokenStream([tokens], name="text"), 65)
+    build._write_shards(tmp_path / "cut", "train", TokenStream([tokens], name="text"), 65)
     shutil.copy(next(program.data.glob("val_*.bin")), tmp_path / "cut")
     counts = [len(open_shard(path)) for path in sorted((tmp_path / "cut").glob("train_*"))]
     assert counts == [1000] * (len(tokens) // 1000) + [len(tokens) % 1000]

@@ -245,8 +245,6 @@ class MuonUpdate(OfMatrices):
         return {"param": param - decays * decay * param - step * x}
 
 
-# --- constants of the iteration and of the step ---
-
 # (scale, linear, square) of each turn: Jordan's five equal ones, and Polar Express's for values from 0.001 on (Amsel et al. 2025).
 JORDAN = ((3.4445, -4.7750, 2.0315),) * 5
 POLAR_EXPRESS = (
