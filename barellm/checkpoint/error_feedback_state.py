@@ -1,8 +1,7 @@
 """Loading the error-feedback state of compressed gradients (PowerSGD, Vogels et al. 2019), of which each rank has its own.
 
-A checkpoint has the errors of all ranks one below the other. With the same number of ranks each gets its own back, bitwise.
-Another number of ranks gets sums: what rank r of V had goes to rank r mod W. The sum over all ranks, on which training depends,
-stays the same but for rounding."""
+A checkpoint has the errors of all ranks one below the other. With the same number of ranks each gets its own back, bitwise. Another
+number of ranks gets sums: what rank r of V had goes to rank r mod W. Their sum stays the same but for rounding."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,19 +74,17 @@ def own_keys(saved: Any, folder: Path) -> dict[str, Any]:
 def table(found: list[dict[str, Any]]) -> list[str]:
     """The runs (`facts` of each) as lines, two for each; the one with the least validation loss is marked. "-": not measured."""
 
-    def number(value: float | None, form: str) -> str:
-        return "-" if value is None else f"{value:{form}}"
+    def shown(value: float | None, form: Callable[[float], str] = "{:.4f}".format) -> str:
+        return "-" if value is None else form(value)
 
     best = min((f for f in found if f["val_nats"] is not None), key=lambda f: f[measure_of(found)], default=None)
     lines = [f"{'step':>7} {'train loss':>10} {'val loss':>8} {'bits/byte':>9} {'tok/s':>6} {'time':>8}  run"]
     for f in found:
-        rate, time = f["tokens_per_s"], f["seconds"]
+        losses = f"{shown(f['train_loss']):>10} {shown(f['val_nats']):>8} {shown(f['val_bits_per_byte']):>9}"
+        speed = f"{shown(f['tokens_per_s'], short):>6} {shown(f['seconds'], duration):>8}"
         mark = "*" if f is best else " "
-        numbers = [f"{f['step']:>7,}", f"{number(f['train_loss'], '.4f'):>10}", f"{number(f['val_nats'], '.4f'):>8}"]
-        numbers += [f"{number(f['val_bits_per_byte'], '.4f'):>9}", f"{'-' if rate is None else short(rate):>6}"]
-        numbers += [f"{'-' if time is None else duration(time):>8}"]
-        lines.append(f"{' '.join(numbers)} {mark}{Path(f['folder']).name}{'' if f['finished'] else ' (not finished)'}")
-        short_names = overrides.SHORT_NAMES
-        keys = [f"{short_names.get(key, key)} {value}" for key, value in f["keys"].items()]
-        lines.append(f"{'':9}{f['preset']}{': ' * bool(keys)}{', '.join(keys)}")
+        name = Path(f["folder"]).name + ("" if f["finished"] else " (not finished)")
+        lines.append(f"{f['step']:>7,} {losses} {speed} {mark}{name}")
+        keys = ", ".join(f"{overrides.SHORT_NAMES.get(key, key)} {value}" for key, value in f["keys"].items())
+        lines.append(f"{'':9}{f['preset']}{': ' if keys else ''}{keys}")
     return [*lines, "", "*: the best; barellm plot RUN ... draws their curves"]

@@ -56,21 +56,29 @@ def encode(found: Sequence[Conversation], tokenizer: Tokenizer) -> Iterator[list
 def _by_marks(group: Sequence[Conversation], tokenizer: Tokenizer) -> list[list[Segment]]:
     """Split rendered conversations at the template's {% generation %} marks. A marked span belongs to the next assistant message
     whose text it contains, else to the one before (owner None: no loss). The marks are rendered as a string of no message."""
-    mark, _ = templates.unused(json.dumps([one.messages for one in group], ensure_ascii=False))
-    variables = {"add_generation_prompt": False, templates.MARK: mark}
+    messages = [one.messages for one in group]
+    mark, _ = templates.unused(json.dumps(messages, ensure_ascii=False))
+    rendered = tokenizer.chat_pieces(messages, {"add_generation_prompt": False, templates.MARK: mark})
     found = []
-    for one, pieces in zip(group, tokenizer.chat_pieces([one.messages for one in group], variables), strict=True):
-        spans: list[list[templates.Piece]] = [[]]
+    for one, pieces in zip(group, rendered, strict=True):
+        spans: list[list[templates.Piece]] = [[]]  # those of odd number are marked
         for text, letters in pieces:
             for i, part in enumerate(text.split(mark)):
-                spans += [[]] if i else []
-                spans[-1] += [(part, letters)] if part else []
+                if i:
+                    spans.append([])
+                if part:
+                    spans[-1].append((part, letters))
         remaining, owner = one.answers, None
         segments: list[Segment] = []
         for i, span in enumerate(spans):
-            if i % 2 and (started := next((n for n in remaining if one.said(n) in _text(span)), None)) is not None:
+            if i % 2 == 0:
+                segments.append((span, None))
+                continue
+            text = _text(span)
+            started = next((n for n in remaining if one.said(n) in text), None)
+            if started is not None:
                 remaining, owner = [n for n in remaining if n > started], started
-            segments.append((span, owner if i % 2 else None))
+            segments.append((span, owner))
         found.append(segments)
     return found
 
@@ -78,20 +86,26 @@ def _by_marks(group: Sequence[Conversation], tokenizer: Tokenizer) -> list[list[
 def _by_prefixes(group: Sequence[Conversation], tokenizer: Tokenizer) -> list[list[Segment]]:
     """Split rendered conversations without marks: the template is also rendered on the messages before each assistant message (with
     generation prompt) and on those up to it; both must be prefixes of the whole rendering for the cuts to be valid."""
-    prompt, whole_text = {"add_generation_prompt": True}, {"add_generation_prompt": False}
-    texts = tokenizer.chat_pieces([one.messages for one in group], whole_text)
+    prompt, no_prompt = {"add_generation_prompt": True}, {"add_generation_prompt": False}
+    texts = tokenizer.chat_pieces([one.messages for one in group], no_prompt)
     before = iter(tokenizer.chat_pieces([one.messages[:i] for one in group for i in one.answers if i], prompt))
-    upto = iter(tokenizer.chat_pieces([one.messages[: i + 1] for one in group for i in one.answers], whole_text))
+    upto = iter(tokenizer.chat_pieces([one.messages[: i + 1] for one in group for i in one.answers], no_prompt))
     found = []
     for one, pieces in zip(group, texts, strict=True):
-        whole, cuts = _text(pieces), [0]
+        whole = _text(pieces)
+        cuts = [0]  # characters where a segment begins, an answer every second time
+        owners: list[int | None] = [None]
         for i in one.answers:
-            prompt_text, text_upto = _text(next(before)) if i else "", _text(next(upto))
-            if not whole.startswith(prompt_text) or len(prompt_text) < cuts[-1]:
+            prompt_text = _text(next(before)) if i else ""
+            answered_text = _text(next(upto))
+            start = len(prompt_text)
+            if not whole.startswith(prompt_text) or start < cuts[-1]:
                 raise UserError(f"the chat template does not write message {i + 1} behind those before it")
-            stop = _end(pieces, len(prompt_text), tokenizer)
-            cuts += [len(prompt_text), min(stop, len(text_upto)) if whole.startswith(text_upto) else stop]
-        owners = [None, *(n for i in one.answers for n in (i, None))]
+            stop = _end(pieces, start, tokenizer)
+            if whole.startswith(answered_text):
+                stop = min(stop, len(answered_text))
+            cuts += [start, stop]
+            owners += [i, None]
         parts = [list(_cut(pieces, first, stop)) for first, stop in pairwise([*cuts, len(whole)])]
         found.append(list(zip(parts, owners, strict=True)))
     return found

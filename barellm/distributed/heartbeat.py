@@ -1,5 +1,4 @@
-"""Heartbeats between ranks: failure detection. Each sends one twice a second, with the number of waits that it has begun: for
-collectives, and for messages of the receiver.
+"""Heartbeats between ranks: failure detection. Each sends one twice a second, with how many waits it has begun.
 
 One that is silent, or that the others wait for in vain while it goes on, or waits for something else, ends the run on all ranks:
 whoever notices first says in one line which it is, and ends its process; the launcher ends the rest.

@@ -13,8 +13,7 @@ from barellm.runtime.session import Session
 
 
 class Calibration:
-    """Sums x x' over the inputs x of each of the `products` of the program "eval", which gets ops for that. Rows of a batch that
-    are padding are few and count too."""
+    """Sums x x' over the inputs x of each of the `products` of the program "eval", with ops for that. Padding rows count too."""
 
     def __init__(self, p: Program, products: Sequence[Op]) -> None:
         self.moments = {}

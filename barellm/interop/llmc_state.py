@@ -1,5 +1,4 @@
-"""llm.c's whole checkpoints: beside model_00000500.bin what its training goes on with, of which each process writes
-state_00000500_00000.bin and so on.
+"""llm.c's whole checkpoints: beside model_00000500.bin each process writes state_00000500_00000.bin and so on.
 
     256 int32       [0] magic [1] version [2] processes [3] which of them [4] whether there are master weights [5] whether data is
                     shuffled [10] the step; uint64: [20] the generator of its rounding [22] that of the last update [30] place in

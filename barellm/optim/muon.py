@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from barellm.config import OptimConfig
 from barellm.optim import adamw, rules
@@ -44,15 +44,18 @@ class Muon:
 
     def _update(self, p: Program, params: list[Tensor], clip: Tensor) -> None:
         """Append the Newton-Schulz steps, interleaved over all matrices, so that threads need not wait between two matrices."""
-        iteration, bank = ITERATIONS[self.orthogonalization], cast("dict[str, Any]", {"matrices": self.matrices})
-        xs = [self._begin(p, param, clip) for param in params]
-        bounded = {"margin": iteration.margin, "eps": iteration.eps, **bank}
-        xs = [p.apply(ops.MuonNormalize, u=x.u, partials=x.partials, **bounded).x for x in xs]
+        iteration = ITERATIONS[self.orthogonalization]
+        bank: dict[str, Any] = {"matrices": self.matrices}
+        # Momentum, and a norm of at most one.
+        begun = [self._begin(p, param, clip) for param in params]
+        bounds = {"margin": iteration.margin, "eps": iteration.eps}
+        xs = [p.apply(ops.MuonNormalize, u=x.u, partials=x.partials, **bounds, **bank).x for x in begun]
         # A step: x = scale x + (linear A + square A^2) x with A = x x^T (of tall matrices x^T x).
         for scale, linear, square in iteration.turns[: self.ns_steps]:
             grams = [p.apply(ops.Gram, x=x, **bank).a for x in xs]
             polynomials = [p.apply(ops.GramPolynomial, a=a, linear=linear, square=square, **bank).b for a in grams]
             xs = [p.apply(ops.GramApply, x=x, b=b, scale=scale, **bank).y for x, b in zip(xs, polynomials, strict=True)]
+        # NorMuon's scales of rows, and the step of the weights.
         scales: list[Tensor | None] = [None] * len(xs)
         if self.beta2:
             scales = [self._scales(p, param, x, clip) for param, x in zip(params, xs, strict=True)]

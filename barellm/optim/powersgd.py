@@ -2,8 +2,7 @@
 appendix E). The ops are those of program/ops/optim/powersgd.py.
 
 A step ends with four exchanges, however many matrices there are: the factors P of all of them lie side by side, with them the
-gradients of what is too small to compress; then the factors Q'. Each is added up over the ranks, in their order, and given to all.
-Factors travel in 16 bits.
+gradients of what is too small to compress; then the factors Q'. Each is summed over the ranks, in order, and given to all, as bf16.
 
 All ranks then have the same gradient, to the bit, and each updates all weights: no weight travels, which would be more than the
 factors are. So the optimizer's state is on every rank, and so is an error as large as the gradient.

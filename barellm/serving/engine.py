@@ -2,8 +2,7 @@
 
 One thread owns the session. It feeds prompts, first come, first served, in pieces; after each piece all running texts take a step
 of one token together, each at its own position and in its own slot of the KV caches. Three things make a text independent of the
-load: prompts are cut at multiples of `piece`, which matters for quantized weights alone; a step is batch-invariant; and a token is
-drawn by seed and index."""
+load: prompts are cut at multiples of `piece` (for quantized weights); steps are batch-invariant; tokens drawn by seed and index."""
 
 from __future__ import annotations
 

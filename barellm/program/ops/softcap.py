@@ -1,5 +1,4 @@
-"""The loss of softcapped logits, over several next tokens at once. Shapes: logits (B, T, Vp), targets (B, T) i32, lse (B, T) fp32,
-loss and next_loss (1,) fp32.
+"""The loss of softcapped logits, over several next tokens at once. Shapes: logits (B, T, Vp), targets, lse (B, T), losses (1,).
 
 A logit x counts as z = scale * sigmoid((x + shift) / width), which lies between 0 and `scale`; `cap` is (scale, shift, width), or
 None for z = x. Position t answers for targets t, t + 1 and so on, `predict` of them, as far as its row has them: target t + k has

@@ -1,8 +1,7 @@
 """The test and timing harness of one open problem: what both backends do alike. It runs only in the tuner's child process: what
 runs here may crash, hang, or write where it should not.
 
-The results of the default are compared with float64, and every byte elsewhere with what was there before. A candidate must leave
-the same bytes as the default, everywhere."""
+The default's results are compared with float64, other bytes with those before. A candidate must leave the default's bytes."""
 
 from collections.abc import Callable, Iterable, Sequence
 from math import prod

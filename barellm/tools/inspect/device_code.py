@@ -1,8 +1,7 @@
 """The machine code of a CUDA kernel: registers, stack, shared memory, and how often it has the instructions that matter.
 
-It is read from what cuobjdump and nvdisasm print about a cubin; Triton brings these tools along. (Its own disassembly drops half
-of a kernel whose warps have roles.) Spilled registers live in local memory, so every load and store of it (LDL, STL) counts as a
-spill."""
+It is read from what cuobjdump and nvdisasm print about a cubin; Triton brings these tools along. (Its own disassembly drops half of
+a kernel whose warps have roles.) Spilled registers live in local memory, so its loads and stores (LDL, STL) are spills."""
 
 import re
 import subprocess

@@ -6,8 +6,7 @@ direct every rank sends every other its part at once: what barellm does
 ring W - 1 steps, in each of which a part goes on to the next rank
 tree log2 W steps, halving or doubling what goes to a rank twice as far away (Rabenseifner 2004)
 
-All move n (W - 1) / W bytes each way; they differ in how often latency counts and in the number of messages. The network is assumed
-to be free of contention."""
+All move n (W - 1) / W bytes each way; they differ in how often latency counts and in messages. Contention is left out."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace

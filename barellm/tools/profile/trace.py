@@ -1,5 +1,4 @@
-"""Shows where the time of a step goes on every thread. Steps that are traced are interleaved with steps that are not, and the time
-stamps are summed.
+"""Shows where the time of a step goes on every thread. Traced steps are interleaved with others, and their stamps summed.
 
 A thread's step is work (inside kernels), barrier (behind a kernel, until the last thread has come) and idle (before, between and
 after the programs: Python, and waking up). The three are measured apart, so their sum may miss the step that Python's clock

@@ -1,8 +1,7 @@
 """Products of signs (Courbariaux and Hubara et al. 2016): 32 of them packed into a word, multiplied by xor and a count of ones.
 
-The sign of x is +1 where x >= 0, which is a one bit, else -1, a zero bit; that of NaN is -1. Bit j of word w belongs to column
-32 w + j, and the bits behind the last column are zero. Shapes: a (..., K), b (N, K), their words (..., W) and (N, W) with
-W = ceil(K / 32). Words are i32.
+The sign of x is +1 where x >= 0, which is a one bit, else -1, a zero bit; that of NaN is -1. Bit j of word w belongs to column 32 w
++ j, and the bits behind the last column are zero. Shapes: a (..., K), b (N, K), their i32 words (..., W), (N, W), W = ceil(K / 32).
 
 The gradient goes straight through the sign, as if it were the identity, where |x| <= 1, and is zero elsewhere."""
 

@@ -10,10 +10,9 @@ so 16 lanes with consecutive i give columns 32b .. 32b+15 from the first words a
 shuffles on 4, 8 or 16 lanes. Where some 16 bits are enough a word serves four columns, each of which begins at another byte:
 column c has word (c // 64) % 2 of the call i = 16 * (c // 128) + c % 16, rotated right by 8 ((c // 16) % 4) bits.
 
-`sample` is the sample's index in the data order (scalar `sample` + row of the batch), `stream` the number of the random op
-in the program, `row` the position t (attention: t * heads + head), `column` the channel (attention: the key's position).
-Initialisation uses step 0 and sample 0; training steps count from 1. The streams from STATE_STREAMS on round the moments of
-the parameters, in their order."""
+`sample` is the sample's index in the data order (scalar `sample` + row of the batch), `stream` the number of the random op in the
+program, `row` the position t (attention: t * heads + head), `column` the channel (attention: the key's position). Initialisation
+uses step 0 and sample 0; training steps count from 1. Streams from STATE_STREAMS on round the moments."""
 
 from math import pi
 from typing import ClassVar
