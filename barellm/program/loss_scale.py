@@ -4,7 +4,7 @@ With `Precision.branch_scales` each residual branch has a gradient scale of its 
 stream's gradient carries the loss scale. Where it enters a branch in the backward pass it gets the branch's scale, and at the exit,
 before it is added to the stream's, the loss scale. So do, once in an update, the gradients of the branch's parameters.
 
-The state of a scale is (2,) i32: [its power of two less FIRST_SCALE, good updates since it last changed]. Zeros: 65536."""
+The state of a scale is (2,) i32: [its power of two less FIRST_SCALE, good updates since it last changed]. Zeros mean 65536."""
 
 from __future__ import annotations
 
