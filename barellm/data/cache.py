@@ -17,9 +17,8 @@ STALE_SECONDS = 86400.0  # a temporary older than this was left by a killed proc
 def cache_folder(name: str) -> Path:
     """The folder `name` in the user's cache, made if needed.
 
-    The cache is BARELLM_CACHE, else XDG_CACHE_HOME/barellm, else ~/.cache/barellm. Where that default cannot be written
-    (no home, read-only disk) a folder in the system's temporary place serves; a BARELLM_CACHE that cannot be written is
-    the user's mistake: UserError."""
+    The cache is BARELLM_CACHE, else XDG_CACHE_HOME/barellm, else ~/.cache/barellm. Where that default cannot be written (no home,
+    read-only disk) a folder in the system's temporary place serves; a BARELLM_CACHE that cannot be written is a UserError."""
     chosen = os.environ.get("BARELLM_CACHE")
     if chosen:
         folder = Path(chosen) / name

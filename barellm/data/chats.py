@@ -27,8 +27,7 @@ class Chats:
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> np.ndarray:
         """Ids, int32, of a conversation: messages, each with a role and a content, by the model's chat template; of several the one
-        that `chat_template` names. Other `variables` are the template's, such as enable_thinking. A special token's name in a
-        message is text.
+        that `chat_template` names. Other `variables` are the template's. A special token's name in a message is text.
 
         Without a template a message is a line, `User: Hi`, as fine-tuning has it. UserError for messages that are none, for a
         template that fails or is not done in time, and where jinja2 is missing."""

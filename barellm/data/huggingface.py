@@ -143,8 +143,7 @@ class HuggingFace(Tokenizer):
 
     def encode_piece(self, piece: templates.Piece, *, first: bool, before: str = "") -> np.ndarray:
         """Encode one piece (text, letters) of a rendered chat: `letters` pieces are user content, in which special tokens' names
-        are text. `before` is the preceding text: the piece is encoded with its special token in front, so that a space is added
-        where the library would."""
+        are text. `before` is the preceding text: its special token stands in front, for the library's spaces."""
         text, letters = piece
         kind = "letters" if letters else "special"
         if not first and not letters and self.prefixed:  # behind a special token some put a space before a text, others do not

@@ -136,27 +136,31 @@ def continued(base: Weights, adapter: Adapter, config: Config, changes: Mapping[
     if len(shapes) > 1:
         found = f"{adapter.path} has modules of different ranks or scales"
         raise UserError(f"{found}, expected one for all: merge it by barellm export")
-    (rank, scale), config = shapes.pop(), base.configured(config, changes)
-    options = {"method": f"lora:{rank}", "alpha": float(f"{scale * rank:.12g}"), "rslora": False}
-    options |= {"targets": ",".join(_targets(base.model, adapter))}
+    rank, scale = shapes.pop()
+    config = base.configured(config, changes)
+    targets = ",".join(_targets(base.model, adapter))
+    options = {"method": f"lora:{rank}", "alpha": float(f"{scale * rank:.12g}"), "rslora": False, "targets": targets}
+    requested = {key: getattr(config.adapter, key) for key in options if f"adapter.{key}" in changes}
     # What codes the base has is the run's choice, where it made one; all else the adapter's file fixes.
-    options |= {"base": adapter.codes} if adapter.codes and "adapter.base" not in changes else {}
+    if adapter.codes and "adapter.base" not in changes:
+        options["base"] = adapter.codes
     adapted = replace(config.adapter, **options)
-    requested = {key: getattr(config.adapter, key) for key in options if f"adapter.{key}" in changes and key != "base"}
-    # "--adapt lora" names no rank, so the adapter's is meant.
+    # What the command line asks for must be the same; "--adapt lora" names no rank, so the adapter's is meant.
     combined = replace(adapted, **{key: value for key, value in requested.items() if (key, value) != ("method", "lora")})
     same_modules = set(targeted(base.model, combined.targets)) == set(adapter.pairs)
     if combined.rank != rank or not isclose(combined.scale, scale) or not same_modules:
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in requested.items()}
         typed = " ".join(f"--adapter.{key} {text}" for key, text in texts.items()).replace("--adapter.method", "--adapt")
-        found = f"{adapter.path} is an adapter of rank {rank}, scale {scale:g}, on {options['targets']}"
+        found = f"{adapter.path} is an adapter of rank {rank}, scale {scale:g}, on {targets}"
         expected = "say --adapt lora alone, or begin with what barellm export --merge makes of it"
         raise UserError(f"{found}, and the command line asks for another by {typed}: {expected}")
     trained: dict[str, np.ndarray] = {}
     for m in targeted(base.model, adapted.targets):
-        (a, b), pair = m.factors, adapter.pairs[m]
-        trained[a] = np.concatenate([trained[a], pair.a]) if a in trained else pair.a  # modules in one matrix share an A, in rows
-        trained[b] = pair.b
+        name_a, name_b = m.factors
+        pair = adapter.pairs[m]
+        # Modules in one matrix share an A, in rows.
+        trained[name_a] = np.concatenate([trained[name_a], pair.a]) if name_a in trained else pair.a
+        trained[name_b] = pair.b
     return replace(config, adapter=adapted), replace(base, trained=trained)
 
 

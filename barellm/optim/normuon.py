@@ -93,9 +93,8 @@ def speedrun_update(
     p: Program, rules: Sequence[Rule], *, adam: bool, tied: bool = False, embed: str = "embed", head: str = "head"
 ) -> None:
     """Append the end of a step. `adam`: update all parameters, else only NorMuon's. `tied`: `embed` (V, C) and `head` (C, V) are
-    one parameter, so `head` gets the sum of both gradients and `embed` is set to its transpose.
-    A step without Adam keeps Adam's gradients, to which the next step adds, and zeroes NorMuon's. There is no clipping; a
-    non-finite norm skips the update."""
+    one parameter, so `head` gets the sum of both gradients and `embed` is set to its transpose. A step without Adam keeps Adam's
+    gradients, to which the next step adds, and zeroes NorMuon's. A non-finite norm skips all."""
     params = p.store.trainable
     pair = [next(t for t in params if t.name == name) for name in (embed, head)] if adam and tied else []
     updated = [t for t, rule in assign_rules(rules, params) if adam or isinstance(rule.optimizer, Muon)]

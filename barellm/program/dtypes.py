@@ -26,9 +26,8 @@ class Format:
     """One way to keep a number in memory.
 
     `half_ulp` is the largest relative error of rounding to it, and `half_least` the largest absolute error near zero, in formats
-    whose denormals begin soon. `planes` are the formats of its planes, which lie one after the other in memory; it is () for an
-    array of numbers, or of codes of `bits` each. `travels` is the format in which its values leave the arena, for files and NumPy.
-    """
+    whose denormals begin soon. `planes` are the formats of its planes, one after the other in memory; it is () for an array of
+    numbers, or of codes of `bits` each. `travels` is the format in which its values leave the arena, for files and NumPy."""
 
     name: str
     bits: int

@@ -1,7 +1,6 @@
 """Horizontal fusion: ops of one kind that do not depend on each other become one, which a backend may do in one launch.
 
-`program.fusion` joins different ops along the dataflow; a group joins equal ones, as the updates of all parameters (multi-tensor).
-"""
+`program.fusion` joins different ops along the dataflow; a group joins equal ones: the updates of all parameters (multi-tensor)."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any

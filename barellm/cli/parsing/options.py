@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -68,23 +68,28 @@ class Parser(argparse.ArgumentParser):
         argv = [positive for word in argv for positive in self._without_no(word)]
         required = help.needed(self)
         args, unknown = self.parse_known_args(argv)
-        if unknown and not unknown[0].startswith("-"):
-            raise UserError(f"unexpected argument {unknown[0]!r} (see {self.prog} --help)")
-        if options := [word.split("=")[0] for word in unknown if word.startswith("-")]:
-            instead = {o: aliases.instead(o, known) for o in options}
-            described = "; ".join(f"{o}: barellm has {has}" if has else f"{o}{nearest(o, known)}" for o, has in instead.items())
-            raise UserError(f"unknown option {described}{'' if all(instead.values()) else f' (see {self.prog} --help)'}")
+        if unknown:
+            self._refuse(unknown, known)
         if missing := [action for action in required if not getattr(args, action.dest)]:
             raise help.missing(self, missing)
         for action in self._actions:
             least, value = getattr(action, "least", None), getattr(args, action.dest, None)
             if least is not None and value is not None and value < least:
                 raise UserError(f"{action.option_strings[-1]} is {value}, expected at least {least}")
-        typed = [option for word in argv if (option := word.split("=")[0]) in alias_of]
+        typed = [option for option in map(_option_of, argv) if option in alias_of]
         if line := aliases.renamed(option.lstrip("-").replace("-", "_") for option in typed):
             print(f"barellm: note: {line}", file=sys.stderr)
         args.words = [_known(word, alias_of) for word in argv]
         return args
+
+    def _refuse(self, unknown: Sequence[str], known: Collection[str]) -> NoReturn:
+        """UserError for the words that no option takes: what barellm has instead of each, or the nearest of the `known` options."""
+        hint = f"(see {self.prog} --help)"
+        if not unknown[0].startswith("-"):
+            raise UserError(f"unexpected argument {unknown[0]!r} {hint}")
+        instead = {o: aliases.instead(o, known) for o in map(_option_of, unknown) if o.startswith("-")}
+        described = "; ".join(f"{o}: barellm has {has}" if has else f"{o}{nearest(o, known)}" for o, has in instead.items())
+        raise UserError(f"unknown option {described}" if all(instead.values()) else f"unknown option {described} {hint}")
 
     def _without_no(self, word: str) -> list[str]:
         """--recompute false for --no-recompute, and any other word as it is."""
@@ -115,6 +120,10 @@ def integer(text: str) -> int:
         if (number := float(text)).is_integer():
             return int(number)
         raise
+
+
+def _option_of(word: str) -> str:
+    return word.partition("=")[0]
 
 
 def _known(word: str, other: Mapping[str, str]) -> str:

@@ -1,7 +1,6 @@
 """The tuner's child process: `python -m barellm.runtime.tuner.child FD MODULE`, where MODULE.Harness opens a problem.
 
-Requests are pickles on the connection FD, answers JSON. A candidate is timed only after it was checked here. Whatever a candidate
-does to this process, the parent survives."""
+Requests are pickles on the connection FD, answers JSON. A candidate is checked here, then timed. The parent survives it."""
 
 import json
 import os

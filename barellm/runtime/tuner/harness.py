@@ -104,8 +104,7 @@ def gemm_reference(
     left: np.ndarray, right: np.ndarray, epilogues: Iterable[str], operand: Callable[[str], np.ndarray], slope_error: float
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:  # fmt: skip
     """Float64 reference of a GEMM with epilogues: {name: (values, error bound before rounding)} of "out", and of "pre", an
-    activation's input. `operand(epilogue)`: the tensor it adds, or at which it takes the activation's slope; `slope_error`:
-    relative error of the slope."""
+    activation's input. `operand(epilogue)`: the tensor it adds, or the slope's argument; `slope_error`: relative error of that."""
     left, right = left.astype(np.float64), right.astype(np.float64)
     x, results = left @ right, {}
     # One chain of fp32 additions: errors walk at random over the partial sums.

@@ -44,23 +44,24 @@ def report(
     programs = build_programs(config, ranks=ranks)
     built = devices.lower(programs, devices.target_of(card) if card else device, **gemm_options(config.train, device))
     plan, train = built.plan, config.train
-    largest = max(plan.peaks, key=lambda name: plan.peaks[name][0])
+    largest = max(plan.peaks, key=lambda name: plan.peaks[name][0])  # the program with the most bytes alive at one op
+    batch = train.micro_batch_size // ranks.count
+    parameters, trained = programs["forward_backward"].store.counts
     step = runs_per_step(config)
+    fused = (op.name for name in step for op in built.lowered[name].ops if len(roofline.primitives(op)) > 1)
     limit, limit_source = (devices.sheet(card).nbytes, f"{card}'s memory") if card else device_memory(device)
     numbers: dict[str, Any] = {
         "preset": config.preset, **({"rank": ranks.rank, "ranks": ranks.count} if ranks.count > 1 else {}),
-        "batch": train.micro_batch_size // ranks.count, "seq": train.seq, "accumulate": train.gradient_accumulation_steps,
+        "batch": batch, "seq": train.seq, "accumulate": train.gradient_accumulation_steps,
         "dtype": train.dtype, "recompute": train.recompute, "moments": config.optim.moments, "device": device, **built.machine,
-        "parameters": (counts := programs["forward_backward"].store.counts)[0], "trained": counts[1], "memory": memory(built),
+        "parameters": parameters, "trained": trained, "memory": memory(built),
         "arena_bytes": plan.arena_bytes, "live_peak_bytes": plan.live_peak_bytes, "ratio": plan.arena_bytes / plan.live_peak_bytes,
         "persistent_bytes": plan.persistent_bytes, "workspace_bytes": plan.workspace_bytes, "limit_bytes": limit,
         "limit_source": limit_source, "fits": None if limit is None else plan.arena_bytes <= limit,
         "peak_at": {"program": largest, "op": str(built.lowered[largest].ops[plan.peaks[largest][1]])},
-        "model_flops": model_flops(programs, config),
-        "tokens": train.micro_batch_size // ranks.count * train.seq * train.gradient_accumulation_steps,
+        "model_flops": model_flops(programs, config), "tokens": batch * train.seq * train.gradient_accumulation_steps,
         "programs": {name: _program(built, name) for name in programs}, "kernels": len(built.specs), "step": step,
-        "families": _families(built, step), "ops": _ops(built, step, ceiling),
-        "fusions": dict(Counter(op.name for name in step for op in built.lowered[name].ops if len(roofline.primitives(op)) > 1)),
+        "families": _families(built, step), "ops": _ops(built, step, ceiling), "fusions": dict(Counter(fused)),
     }  # fmt: skip
     if ceiling is not None:
         numbers["ceiling"] = ceiling.to_json()

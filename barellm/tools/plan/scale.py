@@ -52,9 +52,12 @@ def link(name: str) -> Link:
 def reached(config: Config, ceiling: Ceiling, seconds: float) -> float:
     """The `utilisation` with which `work` gives so many seconds of one rank's step."""
     low, high = 0.0, 1.0
-    for _ in range(12):
+    for _ in range(12):  # bisection: more utilisation, fewer seconds
         middle = (low + high) / 2
-        low, high = (middle, high) if work(config, 1, ceiling, middle)[0].seconds > seconds else (low, middle)
+        if work(config, 1, ceiling, middle)[0].seconds > seconds:
+            low = middle
+        else:
+            high = middle
     return high
 
 
@@ -69,6 +72,7 @@ class Collective:
     early: bool = False
 
     def seconds(self, over: Link, ranks: int, way: str) -> float:
+        """By the algorithm `way`, one of WAYS: `steps` one after the other, with so many `messages`, and the bytes."""
         if ranks == 1:
             return 0.0
         steps = {"direct": 1, "ring": ranks - 1, "tree": ceil(log2(ranks))}[way]
@@ -179,24 +183,29 @@ def prediction(
     config: Config, ranks: int, name: str, *, ceiling: Ceiling, utilisation: float, ready: tuple[Work, Any] | None = None
 ) -> dict[str, Any]:
     """The predicted step on `ranks` ranks over the link `name`, as JSON. `ready`: the result of `work`, if known already."""
-    link_model, run = link(name), rows_of(config, ranks)
+    over, run = link(name), rows_of(config, ranks)
     arithmetic, store = ready or work(run, ranks, ceiling, utilisation)
     needed = collectives(config, store, ranks) if ranks > 1 else []
-    ways = {}
-    for way in WAYS:
-        seconds = {c.name: c.seconds(link_model, ranks, way) for c in needed}
-        overlap = sum(hidden(c, arithmetic, link_model, ranks, way) for c in needed)
-        step = arithmetic.seconds + sum(seconds.values())
-        ways[way] = {
-            "collectives_s": seconds, "step_s": step, "efficiency": arithmetic.seconds / step, "overlapped_step_s": step - overlap,
-            "overlapped_efficiency": arithmetic.seconds / (step - overlap),
-        }  # fmt: skip
-    tokens = run.train.micro_batch_size * run.train.gradient_accumulation_steps * run.train.seq
+    train = run.train
+    tokens = train.micro_batch_size * train.gradient_accumulation_steps * train.seq  # of one rank
     return {
-        "preset": config.preset, "ranks": ranks, "link": {"name": name, **asdict(link_model)}, "batch": run.train.micro_batch_size,
-        "accumulate": run.train.gradient_accumulation_steps, "seq": run.train.seq, "tokens": tokens * ranks,
+        "preset": config.preset, "ranks": ranks, "link": {"name": name, **asdict(over)}, "batch": train.micro_batch_size,
+        "accumulate": train.gradient_accumulation_steps, "seq": train.seq, "tokens": tokens * ranks,
         "powersgd": config.optim.powersgd, "sent_bytes": sum(c.nbytes for c in needed) * (ranks - 1) / ranks,
-        "ceiling": ceiling.source, "utilisation": utilisation, "compute_s": arithmetic.seconds, "ways": ways,
+        "ceiling": ceiling.source, "utilisation": utilisation, "compute_s": arithmetic.seconds,
+        "ways": {way: _step_by(way, needed, arithmetic, over, ranks) for way in WAYS},
+    }  # fmt: skip
+
+
+def _step_by(way: str, needed: Sequence[Collective], arithmetic: Work, over: Link, ranks: int) -> dict[str, Any]:
+    """Seconds of the collectives by the algorithm `way`, and of the step: with all of them behind the arithmetic, and with those
+    that may start during the backward pass overlapped with it. `efficiency`: arithmetic by step."""
+    seconds = {c.name: c.seconds(over, ranks, way) for c in needed}
+    step_s = arithmetic.seconds + sum(seconds.values())
+    overlapped_s = step_s - sum(hidden(c, arithmetic, over, ranks, way) for c in needed)
+    return {
+        "collectives_s": seconds, "step_s": step_s, "efficiency": arithmetic.seconds / step_s, "overlapped_step_s": overlapped_s,
+        "overlapped_efficiency": arithmetic.seconds / overlapped_s,
     }  # fmt: skip
 
 

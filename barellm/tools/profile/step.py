@@ -1,6 +1,5 @@
 """Measures training steps on random tokens, as a run would do them: one micro-batch, and the programs with which its training
-schedule ends the step. Where steps differ (a schedule's cycle), those of a cycle are measured together, and their mean counts as
-one step."""
+schedule ends the step. Where steps differ, those of a schedule's cycle are measured together, and their mean is one step."""
 
 import json
 import sys

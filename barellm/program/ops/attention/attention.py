@@ -7,8 +7,7 @@ attention. q, k and v may be views of one packed tensor. The scale is 1 / sqrt(D
 
 How far back a query at position t of causal attention sees can be bounded. With a constant `sliding_window` W it sees W keys, its
 own among them (Beltagy et al. 2020). By numbers that each run passes: with a `window` w its keys are t - w .. t, and with `starts`
-(B, T) none lies before starts[b, t], the first position of its document. Starts do not decrease along a row, and none is later than
-its own position.
+(B, T) none lies before starts[b, t], the first position of its document. Starts do not decrease along a row, nor pass the position.
 
 Paired heads (modded-nanogpt, 2026) share keys: the row of a token is read as two positions, 2t with the first half of its heads
 and 2t + 1 with the second. So the sequence has 2T positions and H / 2 heads, lse is (B, H / 2, T, 2), starts count tokens and the

@@ -1,5 +1,4 @@
-"""Sums of squares of a matrix's blocks. They are an op apart from `SumSquares`: kernels of matmuls take BLOCK from here, and their
-code should not depend on the optimizers'."""
+"""Sums of squares of a matrix's blocks. Kernels of matmuls take BLOCK from here, and should not depend on the optimizers."""
 
 import numpy as np
 

@@ -1,5 +1,4 @@
-"""RMSNorm over the last axis. Shapes: x, y (..., C); weight (C) or none; rstd (...) fp32. That of heads: x, y (..., H*D), weight
-(D), rstd (..., H)."""
+"""RMSNorm over the last axis. Shapes: x, y (..., C); weight (C) or none; rstd (...) fp32. Of heads: (..., H*D), (D), (..., H)."""
 
 import numpy as np
 

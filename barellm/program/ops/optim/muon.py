@@ -8,8 +8,7 @@ Shapes: param, grad, momentum, x (rows, cols); the Gram matrix is (n, n) with n 
 matrix, x^T x of a tall one. Both give the same iteration, for a polynomial of x x^T times x is x times that of x^T x.
 
 Each op takes a bank as well: `matrices` equal ones, one below the other, each of which goes its own way. Q, K and V in one weight
-are a bank of three. The shapes above are then those of one matrix, and the first axis of every operand is `matrices` times as long.
-"""
+are a bank of three. The shapes above are then of one matrix, and the first axis of every operand is `matrices` times as long."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
