@@ -201,10 +201,8 @@ def corpus_tokenizer(corpus: Corpus, name: str, *, bpe_vocab: int, report: Repor
         report(f"training a BPE of {bpe_vocab} tokens on {corpus.name}")
         yield from corpus.texts(corpus.train)
 
-    def all_texts() -> Iterator[str]:
-        return corpus.texts(corpus.train + corpus.val)
-
-    return kinds.make_tokenizer(name, all_texts, train=training_texts, bpe_vocab=bpe_vocab, key=corpus.hash)
+    every = corpus.train + corpus.val
+    return kinds.make_tokenizer(name, lambda: corpus.texts(every), train=training_texts, bpe_vocab=bpe_vocab, key=corpus.hash)
 
 
 def _from_text(corpus: Corpus, tokenizer: Tokenizer, report: Report, progress: Progress) -> Dataset:

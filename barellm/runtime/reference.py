@@ -167,8 +167,11 @@ class ReferenceSession:
     def write(self, name: str, values: np.ndarray) -> None:
         """Any input, which takes effect in the next runs, or persistent tensor."""
         if name in self.tensors:
-            self._check(self.tensors[name], values)
-            self.memory.write(self.tensors[name], values)
+            t = self.tensors[name]
+            shape = tuple(int(n) for n in t.shape)
+            if np.shape(values) != shape:
+                raise ValueError(f"{t.name} has shape {shape}, given {np.shape(values)}")
+            self.memory.write(t, values)
         elif any(name in p.named and p.named[name].role == "input" for p in self.programs.values()):
             if name in self._indices:
                 check_indices(name, np.asarray(values), self._indices[name])
@@ -189,10 +192,6 @@ class ReferenceSession:
         whole = self.read(name)
         whole[lo : lo + len(values)] = values
         self.write(name, whole)
-
-    def _check(self, t: Tensor, values: np.ndarray) -> None:
-        if tuple(np.shape(values)) != tuple(int(n) for n in t.shape):
-            raise ValueError(f"{t.name} has shape {tuple(int(n) for n in t.shape)}, given {np.shape(values)}")
 
 
 def open(programs: Mapping[str, Program], **options: Any) -> ReferenceSession:

@@ -85,8 +85,9 @@ class Inputs:
         self.packed = rows.packed if isinstance(rows, ExampleRows) else None
         # Of one pass: those of the text, or of the sequences that examples are packed into.
         self.epoch_tokens = len(self.packed.rows) * train.seq if self.packed else len(self.data.train)
-        if train.epochs:
-            train = replace(train, steps=self._steps_of_epochs())
+        if train.epochs:  # the steps follow, now that the length of the text is known
+            steps = bisect_left(range(ANY_STEPS), train.epochs * self.epoch_tokens, key=self.batch_rampup.tokens)
+            train = replace(train, steps=max(1, steps))
             self.config = replace(self.config, train=train)
             if start and not train.minutes:
                 start.meta["total_steps"] = max(train.steps, start.meta["step"])
@@ -140,10 +141,6 @@ class Inputs:
             return step.seq, step.document
 
         return Documents(self.data.train, separator=self.data.tokenizer.eot, shape=shape, span=data.span_shards)
-
-    def _steps_of_epochs(self) -> int:
-        """The steps of train.epochs, now that the length of the text is known."""
-        return max(1, bisect_left(range(ANY_STEPS), self.config.train.epochs * self.epoch_tokens, key=self.batch_rampup.tokens))
 
     def _evaluator(self, tokens: int) -> validation.Evaluator:
         train = self.config.train

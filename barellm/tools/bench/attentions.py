@@ -114,8 +114,8 @@ def measure(
         for i, case in enumerate(all_cases):
             ours = OurAttention(case, device)
             timed = partial(
-                interleaved.samples, ours.run, baseline, i, rounds=rounds, turn_s=TURN[device], long_s=LONG, pause=_pause,
-                backends=BACKENDS if device == "cuda" and dtype != "fp32" else (),
+                interleaved.samples, ours.run, baseline, i, rounds=rounds, turn_s=TURN[device], long_s=LONG,
+                pause=partial(time.sleep, PAUSE), backends=BACKENDS if device == "cuda" and dtype != "fp32" else (),
             )  # fmt: skip
             try:
                 for what in WHATS:
@@ -133,10 +133,6 @@ def measure(
         result |= {"peer": f"PyTorch {baseline.facts['version']}", "peer_threads": baseline.facts["threads"]}
         result |= {"environment": tuned} if device == "cpu" else {}
     return result
-
-
-def _pause() -> None:
-    time.sleep(PAUSE)
 
 
 def row(case: AttentionSizes, what: str, turns: dict[str, list[list[float]]], peak: float) -> dict[str, Any]:
