@@ -146,14 +146,17 @@ class Tokenizer(chats.Chats):
         """Write tokenizer.json into a folder, and `files` beside it: all that `load_tokenizer` needs."""
         self._write(folder, [base64.b64encode(token).decode() for token in self.tokens])
 
+    def _write_files(self, folder: Path) -> None:
+        for name, content in self.files.items():
+            with cache.new_file(folder / name) as file:
+                file.write(content)
+
     def _write(self, folder: Path, tokens: list[str] | None) -> None:
         content = {"format": FORMAT, "kind": self.name, "eot": self.eot, "hash": self.hash, "tokens": tokens}
         content |= {"count": self.vocab_size} if self.name == Ids.name else {}
         with cache.new_file(folder / FILE) as file:
             file.write(json.dumps(content, separators=(",", ":")).encode())
-        for name, content in self.files.items():
-            with cache.new_file(folder / name) as file:
-                file.write(content)
+        self._write_files(folder)
 
 
 class Bytes(Tokenizer):
