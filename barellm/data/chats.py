@@ -84,9 +84,8 @@ class Chats:
         return templates.pieces(template, found, {**self.conventions.named, **variables}, control, special)
 
     def _lines(self, messages: Sequence[Mapping[str, Any]], answers: bool) -> list[templates.Piece]:
-        """Render messages as lines `Role: content` for a model without a chat template, as in fine-tuning (`forms`); `answers`: end
-        with an answer's prompt. A piece is (text, whether it is letters only: False for the begin and end tokens). UserError for
-        a role or a content that has no such line."""
+        """Render messages as lines `Role: content` for a model without a chat template (`forms`); `answers`: end with an answer's
+        prompt. A piece is (text, whether it is letters only: False for begin and end tokens). UserError for other messages."""
         found: list[templates.Piece] = []
         name_of = {i: name for name, i in self.special.items()}
         begin, end = (name_of.get(-1 if i is None else i, "") for i in (self.conventions.begin, self.conventions.end))

@@ -50,9 +50,8 @@ def export(source: Path, out: Path, *, kind: str, dtype: str, licence: str | Non
     lines = [f"{out}: {', '.join(names)}, {dtype}"]
     if vocabulary.SETTINGS not in names:
         tokenizer = weights.tokenizer.name if weights.tokenizer else "unknown"
-        reason = f"transformers has none of kind {tokenizer}"
-        if tokenizer == "gpt2":
-            reason = "GPT-2's vocabulary is not on this machine"
+        missing = "GPT-2's vocabulary is not on this machine"
+        reason = missing if tokenizer == "gpt2" else f"transformers has none of kind {tokenizer}"
         lines.append(f"without a tokenizer: {reason}")
     return lines
 

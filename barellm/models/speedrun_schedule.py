@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from barellm.errors import UserError
-from barellm.models.stages import Schedule, parse, table
+from barellm.models.stages import Schedule, Stage, parse, table
 from barellm.models.training_schedule import ScheduledSession, StepPlan, momentum
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ ENDLESS = 1 << 30  # steps
 class StageSettings:
     """The fields of a model's configuration that its stages are made of (models/speedrun.py)."""
 
-    stages: str  # the table, a stage a row
+    stages: tuple[Stage, ...]  # the rows of the table
     extension: int  # steps behind those of the table
     decay_fraction: float  # of the steps of the table, the last ones: the learning rates decay linearly
     untie: int  # the stage from whose first step on the embedding is another matrix than the classifier
@@ -34,18 +34,20 @@ class StageSettings:
 
     @classmethod
     def of(cls, model: Any) -> StageSettings:
-        return cls(**{field.name: getattr(model, field.name) for field in fields(cls)})
+        found: dict[str, Any] = {field.name: getattr(model, field.name) for field in fields(cls)}
+        found["stages"] = parse(model.stages, key="model.stages")
+        return cls(**found)
 
 
 def yarn(cfg: StageSettings, index: int) -> Yarn:
     """RoPE frequencies and attention scale of stage `index`: YaRN applied once for each widening of the long window up to it."""
     from barellm.program.ops.attention.qk_rotary import Yarn
 
-    stages = parse(cfg.stages, key="model.stages")
     angles = Yarn.of_head(cfg.head_size)
-    windows = [stage.windows[1] * cfg.block for stage in stages[: index + 1]]
+    windows = [stage.windows[1] * cfg.block for stage in cfg.stages[: index + 1]]
     for old, new in pairwise(windows):
-        angles = angles.widened(old, new) if new != old else angles
+        if new != old:
+            angles = angles.widened(old, new)
     return angles
 
 
@@ -54,16 +56,12 @@ class Stages:
     """The `TrainingSchedule` of a run. Matrices of layers learn in every step, the rest in every second one, from two gradients."""
 
     run: Run
+    cfg: StageSettings
     cycle: int = 2
 
     def schedule(self, total: int | None) -> Schedule:
-        cfg = self._config
-        stages = parse(cfg.stages, key="model.stages")
-        return Schedule(stages, total or self.run.train.steps, cfg.extension, cfg.decay_fraction, LEAST)
-
-    @property
-    def _config(self) -> StageSettings:
-        return StageSettings.of(self.run.model)
+        cfg = self.cfg
+        return Schedule(cfg.stages, total or self.run.train.steps, cfg.extension, cfg.decay_fraction, LEAST)
 
     def step(self, index: int, total: int | None) -> StepPlan:
         """What step `index` (from 0) of `total` runs: its sequence length, learning rates, and the programs behind the backward
@@ -85,7 +83,7 @@ class Stages:
         parameters, the embedding with the classifier until they are untied."""
         if index % 2 == 0:
             return (("optimizer_step", scalars),)
-        untie = self._config.untie
+        untie = self.cfg.untie
         begins = schedule.first(untie) if untie < len(schedule.stages) else schedule.total + 1
         last_tied = begins | 1  # an odd step, the first from `begins` on: at its end the embedding becomes a copy
         if index > last_tied:
@@ -96,7 +94,7 @@ class Stages:
     def on_step(self, session: ScheduledSession, index: int, total: int | None) -> None:
         """Set what step `index` reads: the scalars window_short and window_long (tokens), mtp_0, mtp_1, ... (weights of the next
         tokens' losses) and attention_scale, and the YaRN tables. Behind the last step, `total`, it is the last window of all."""
-        schedule, cfg, scalars = self.schedule(total), self._config, session.default_scalars
+        schedule, cfg, scalars = self.schedule(total), self.cfg, session.default_scalars
         number = schedule.index(index)
         # Attention windows, in tokens.
         short, long = schedule.stages[number].windows
@@ -117,23 +115,22 @@ class Stages:
 def training_schedule(config: Run) -> Stages:
     """UserError where a stage is longer than the rows that the run has room for, or where their number is not known."""
     cfg, train = StageSettings.of(config.model), config.train
-    longest = max(stage.seq for stage in parse(cfg.stages, key="model.stages"))
+    longest = max(stage.seq for stage in cfg.stages)
     if longest > train.seq:
         raise UserError(f"model.stages has seq={longest}, above train.seq {train.seq}")
     if train.minutes:
         raise UserError("train.minutes is set, and model.stages are shares of train.steps: expected train.minutes 0")
     if cfg.extension >= train.steps:
         raise UserError(f"model.extension is {cfg.extension}, expected fewer than train.steps {train.steps}")
-    return Stages(config)
+    return Stages(config, cfg)
 
 
 def only_stage(config: Run, number: int) -> Run:
     """The run as if it had one stage only, which does not end: of those of its table the one with this number, from 1."""
     cfg = StageSettings.of(config.model)
-    stages = parse(cfg.stages, key="model.stages")
-    if not 1 <= number <= len(stages):
-        raise UserError(f"--stage is {number}, expected 1 to {len(stages)}")
-    stage = stages[number - 1]
+    if not 1 <= number <= len(cfg.stages):
+        raise UserError(f"--stage is {number}, expected 1 to {len(cfg.stages)}")
+    stage = cfg.stages[number - 1]
     rows = replace(stage, share=Fraction(1)), replace(stage, share=Fraction(0))
     untie = 0 if number > cfg.untie else len(rows)
     alone: dict[str, Any] = {"stages": table(rows), "untie": untie, "extension": 0}

@@ -3,8 +3,7 @@
     y = A^T ((G g) * (B^T d))        d: m + r - 1 inputs, g: the filter, *: element by element
 
 They follow from m + r - 2 points at which polynomials are multiplied, and infinity (Winograd 1980; Lavin and Gray 2016). In two
-dimensions each matrix is applied to rows and to columns. With the points 0, 5/8, -5/8, 3/2, -3/2 the errors are a third of those
-with 0, 1, -1, 2, -2."""
+dimensions each matrix is applied to rows and to columns. The points 0, +-5/8, +-3/2 have a third of the errors of 0, +-1, +-2."""
 
 from fractions import Fraction
 from math import prod

@@ -1,5 +1,4 @@
-"""A table of what the kernels of a backend can do: for each op, how its outputs may be written, and which dtypes and views it
-takes. Anything else is refused before it runs.
+"""A table of what the kernels of a backend can do: of each op how outputs are written, its dtypes and views. All else is refused.
 
 A kernel that does not know a mode would store where it should add. One that does not know a dtype, or the stride of a view, would
 read the wrong elements. So an op is lowered only as its entry says."""

@@ -97,8 +97,7 @@ class Loop:
 
     def run(self) -> bool:
         """Train to the last step; False if stopped early. A checkpoint of the last complete step is on disk either way, also when a
-        shard is truncated during the run (LostFile): rows are read before a step changes weights. With several ranks, of which only
-        one may see that, none saves."""
+        shard is truncated during the run (LostFile): rows are read before a step changes weights. With several ranks none saves."""
         try:
             return self._run()
         except mapping.LostFile:

@@ -55,8 +55,7 @@ class ClipScale(Op):
 
 class UpdateScale(Op):
     """The next state of a loss scale, or of a residual branch's gradient scale (`program.loss_scale`), from the partial sums of
-    squares p0, p1, ... of the gradients that carry it. It doubles after GROWTH_STEPS updates in which they are finite, and halves
-    after one in which they are not."""
+    squares p0, p1, ... of the gradients that carry it. It doubles after GROWTH_STEPS finite updates, halves after any other."""
 
     name = "update_scale"
     inplace: ClassVar[dict[str, str]] = {"scale": "scale"}
