@@ -22,10 +22,8 @@ def configure(parser: options.Parser) -> None:
     text = "step: a training step (the default); ops: each kernel against its roofline; gemm: each matmul by itself; attention: "
     text += "causal attention over lengths and head sizes"
     parser.add_argument("what", nargs="?", default="step", choices=KINDS, metavar="WHAT", help=text)
-    text = (
-        "step, ops, attention, gemm: baselines to compare with: all that are installed, torch, llmc=PATH; for gemm torch, or on a "
-    )
-    options.add(parser, "--baselines --peers LIST", text + "GPU cublaslt", dest="peers")
+    text = "step, ops, attention, gemm: baselines to compare with: all that are installed, torch, llmc=PATH; for gemm torch, or "
+    options.add(parser, "--baselines --peers LIST", text + "on a GPU cublaslt", dest="peers")
     options.add(rare, "--interleave N", "step --baselines, gemm, attention: interleaved rounds (default: 7)", least=1, type=int)
     options.add(parser, "--out FILE.json", "where the result goes (with --baselines: runs/bench/)")
     options.add(rare, "--publish",

@@ -99,7 +99,7 @@ def freeze(store: Store, adapter: AdapterConfig, compute: str) -> None:
         base = "bf16" if half else "fp32"
     if base == "bf16" and not half:
         raise UserError(f"adapter.base is 'bf16', and train.dtype {compute}: expected fp32, int8, int4 or nf4")
-    # Of matrices that are not quantized. None: as trained ones are stored.
+    # Of matrices that are not quantized; None: as the program's precision says.
     store.frozen_dtype = "bf16" if half and base != "fp32" else None
     patterns = ["*.lora_*"] if adapter.method else [word.strip() for word in adapter.train_only.split("|")]
     store.trains = lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
