@@ -92,7 +92,8 @@ def _blocks(p: Program, cfg: Config, name: str, layer: int) -> tuple[gpt2.Affine
     output sums over fewer inputs than a dense matrix's."""
 
     def affine(part: str, layout: BlockLayout, dense: int, std: float) -> gpt2.Affine:
-        width, fan_in = layout.shape[1] * layout.block, len(layout) * layout.block / layout.shape[1]
+        width = layout.shape[1] * layout.block
+        fan_in = len(layout) * layout.block / layout.shape[1]  # in the mean over the columns of blocks
         shape = (len(layout) * layout.block, layout.block)
         weight = p.parameter(f"{name}.{part}.blocks", shape, std=std * sqrt(dense / fan_in))
         return weight, p.parameter(f"{name}.{part}.bias", (width,)) if cfg.bias else None

@@ -303,7 +303,8 @@ class AttentionCached(Scored):
         for b in range(B):
             start = pos if positions is None else min(int(positions[b, 0]), k_cache.shape[1] - T)
             row = b if slots is None else int(slots[b])
-            k_cache[row, start : start + T], v_cache[row, start : start + T] = k[b], v[b]
+            k_cache[row, start : start + T] = k[b]
+            v_cache[row, start : start + T] = v[b]
             keys, values = (shared(split_heads(x[[row], : start + T], self.kv_heads), self.heads) for x in (k_cache, v_cache))
             window = self.keys_before(start + T)
             first = 0 if window is None else start + np.arange(T)[:, None] - window
