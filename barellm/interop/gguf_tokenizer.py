@@ -32,8 +32,8 @@ def read(path: Path, values: Mapping[str, Any], rows: int) -> Tokenizer | None:
         raise UserError(f"{path}: tokenizer.ggml.model is {kind!r}, expected 'gpt2' or 'llama': name one with --tokenizer")
     try:
         kinds = [int(n) for n in values.get("tokenizer.ggml.token_type", [1] * len(names))]
-        content = _of_bytes(path, values, names, kinds) if kind == "gpt2" else _of_pieces(values, names, kinds)
-        special = [i for i, k in enumerate(kinds) if k in (CONTROL, ADDED) or (k == UNKNOWN and kind == "llama")]
+        content = _of_bytes(path, values, names) if kind == "gpt2" else _of_pieces(values, names, kinds)
+        special = [i for i, (k, _) in enumerate(zip(kinds, names, strict=True)) if k in (CONTROL, ADDED) or (k == UNKNOWN and kind == "llama")]
         content["added_tokens"] = [_added(i, names[i], kinds[i]) for i in special]
         ids = {p: values.get(f"tokenizer.ggml.{p}_token_id") for p in ("bos", "eos", "padding", "unknown", "eot", "eom")}
         begin = values.get("tokenizer.ggml.add_bos_token", kind == "llama") and ids["bos"] is not None
@@ -67,8 +67,9 @@ def _added(i: int, name: str, kind: int) -> dict[str, Any]:
     return {"id": i, "content": name, "special": kind != ADDED, **rest}
 
 
-def _of_bytes(path: Path, values: Mapping[str, Any], names: list[str], kinds: list[int]) -> dict[str, Any]:
-    """tokenizer.json of a byte-level BPE, whose tokens GGUF stores in GPT-2's printable alphabet."""
+def _of_bytes(path: Path, values: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """tokenizer.json of a byte-level BPE, whose tokens GGUF stores in GPT-2's printable alphabet. Special tokens are in its
+    vocabulary, too: the library counts the ids of others from its end on, and SmolLM2's are the first ones."""
     rule = RULES.get(values.get("tokenizer.ggml.pre", "default"))
     if rule is None:
         found = values.get("tokenizer.ggml.pre", "default")
@@ -76,10 +77,9 @@ def _of_bytes(path: Path, values: Mapping[str, Any], names: list[str], kinds: li
     in_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": rule in ("", "digits")}
     split = {"type": "Split", "pattern": {"Regex": rule}, "behavior": "Isolated", "invert": False}
     split = {"type": "Digits", "individual_digits": True} if rule == "digits" else split
-    vocab = {name: i for i, (name, kind) in enumerate(zip(names, kinds, strict=True)) if kind not in (CONTROL, ADDED)}
     merges = [pair.split(" ") for pair in values["tokenizer.ggml.merges"]]
     return _content(
-        {"vocab": vocab, "merges": merges, "ignore_merges": rule == LLAMA_3_WORDS},
+        {"vocab": {name: i for i, name in enumerate(names)}, "merges": merges, "ignore_merges": rule == LLAMA_3_WORDS},
         normalizer={"type": "NFC"} if rule == QWEN_2_WORDS else None,
         pre_tokenizer={"type": "Sequence", "pretokenizers": [split, in_bytes]} if rule else in_bytes, decoder=in_bytes,
     )  # fmt: skip

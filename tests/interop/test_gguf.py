@@ -160,6 +160,30 @@ def test_a_file_comes_back_as_the_run_that_it_was_made_of(tmp_path, dtype):
     assert main(["import", str(out), "--out", str(tmp_path / "again")]) == 0
 
 
+@pytest.mark.parametrize("rule", ["gpt-2", "llama-bpe", "smollm"])
+def test_special_tokens_keep_their_ids_wherever_they_stand(tmp_path, rule):
+    """Those of SmolLM2 are the first of its ids, Llama 3's the last."""
+    pytest.importorskip("gguf")
+    steps = {"gpt-2": [PLAIN], "llama-bpe": [WORDS, AS_IT_IS], "smollm": [{"type": "Digits", "individual_digits": True}, PLAIN]}
+    content = json.loads(tokenizer(*steps[rule]).content)
+    names = [token["content"] for token in sorted(content["added_tokens"], key=lambda token: token["id"])]
+    first = dict(zip(names, range(len(names)), strict=True))
+    content["model"]["vocab"] = first | {name: i + len(names) for name, i in content["model"]["vocab"].items()}
+    content["model"]["ignore_merges"] = rule == "llama-bpe"
+    content["added_tokens"] = [token | {"id": first[token["content"]]} for token in content["added_tokens"]]
+    content["post_processor"] = None
+    made = HuggingFace(json.dumps(content).encode(), path=Path("made"))
+    model = replace(TINY, vocab_size=made.vocab_size, padded_vocab=0)
+    step, out = checkpoint_of(tmp_path / "run", model, random_arrays(model), made), tmp_path / "m.gguf"
+    assert main(["export", str(step), "--format", "gguf", "--out", str(out)]) == 0
+    found = open_weights(out).tokenizer
+    assert found and found.special == made.special == first
+    for text in (f"To be{names[0]} or {names[-1]}", "".join(names), TEXT):
+        assert found.encode(text).tolist() == made.encode(text).tolist()
+        assert found.encode(text, special=True).tolist() == made.encode(text, special=True).tolist()
+    assert found.encode(names[-1], special=True).tolist() == [len(names) - 1]
+
+
 def test_a_prompt_begins_in_a_file_as_in_the_run(tmp_path):
     """Prompts of a run that was trained here begin with the id between its texts: llama.cpp has to put it there too."""
     package = pytest.importorskip("gguf")

@@ -344,5 +344,7 @@ def test_a_file_s_tokenizer_has_the_ids_of_the_folder_s(tmp_path, family):
         plain = expected(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         assert found.encode(text).tolist() == plain, text
         assert found.decode(found.encode(text)) == text
+    for name in [token["content"] for token in added.values()]:
+        assert found.encode(f"a{name}b", special=True).tolist() == expected(f"a{name}b", add_special_tokens=False)["input_ids"]
     assert found.conventions.end == names.index(end) and found.conventions.begin == (names.index(begin) if begin else None)
     assert found.conventions.templates["default"].startswith("{% for m")
