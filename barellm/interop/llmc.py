@@ -71,6 +71,6 @@ def write(weights: Weights, out: Path, *, dtype: str) -> None:
         for name in gpt2.llmc_order(model):
             t = weights.tensors[name]
             for lo, hi in tensorfile.pieces((t.valid_rows, *t.shape[1:]), itemsize=4):
-                file.write(weights.read_rows(name, lo, hi).astype(DTYPES[version]).view(np.uint8))
+                file.write(weights.read_rows(name, lo, hi).astype(DTYPES[version], order="C").view(np.uint8))
             if name == "wte":
                 file.write(bytes(pad_rows * model.d_model * DTYPES[version].itemsize))

@@ -42,6 +42,17 @@ def test_an_export_is_the_documented_file(tmp_path, monkeypatch, model, padded, 
     assert [path.name for path in out.parent.iterdir()] == ["gpt2.bin"]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_folder_of_hugging_face_becomes_the_same_file(tmp_path, dtype):
+    """Its matrices are transposed: rows of ours are no rows of memory there."""
+    step = checkpoint_of(tmp_path / "run", TINY, ARRAYS)
+    assert main(["export", str(step), "--format", "huggingface", "--out", str(tmp_path / "hf")]) == 0
+    for source in ("run", "hf"):
+        out = tmp_path / f"{source}.bin"
+        assert main(["export", str(tmp_path / source), "--format", "llmc", "--dtype", dtype, "--out", str(out)]) == 0
+    assert (tmp_path / "hf.bin").read_bytes() == (tmp_path / "run.bin").read_bytes()
+
+
 def test_a_disk_without_room_keeps_nothing_of_an_export(tmp_path, monkeypatch, refused):
     checkpoint_of(tmp_path / "run", TINY, ARRAYS)
 
