@@ -33,7 +33,7 @@ def read(path: Path, values: Mapping[str, Any], rows: int) -> Tokenizer | None:
     try:
         kinds = [int(n) for n in values.get("tokenizer.ggml.token_type", [1] * len(names))]
         content = _of_bytes(path, values, names) if kind == "gpt2" else _of_pieces(values, names, kinds)
-        special = [i for i, (k, _) in enumerate(zip(kinds, names, strict=True)) if k in (CONTROL, ADDED) or (k == UNKNOWN and kind == "llama")]
+        special = [i for i, k in enumerate(kinds) if k in (CONTROL, ADDED) or (k == UNKNOWN and kind == "llama")]
         content["added_tokens"] = [_added(i, names[i], kinds[i]) for i in special]
         ids = {p: values.get(f"tokenizer.ggml.{p}_token_id") for p in ("bos", "eos", "padding", "unknown", "eot", "eom")}
         begin = values.get("tokenizer.ggml.add_bos_token", kind == "llama") and ids["bos"] is not None
@@ -56,7 +56,7 @@ def read(path: Path, values: Mapping[str, Any], rows: int) -> Tokenizer | None:
         files = {conventions.SETTINGS: settings, conventions.GENERATION: {"eos_token_id": ends}}
         json_files = {name: json.dumps(one).encode() for name, one in files.items()}
         tokenizer = vocabulary.of_one_file(path, json.dumps(content, ensure_ascii=False).encode(), json_files)
-        assert len(set(names)) == len(names), "a token stands twice"
+        assert len(set(names)) == len(names) == len(kinds), "a token stands twice, or has no type"
     except (ValueError, TypeError, AttributeError, LookupError, AssertionError) as error:
         raise UserError(f"{path}: its tokenizer is damaged ({type(error).__name__}: {error}): name one with --tokenizer") from None
     return fitting(tokenizer.with_files(json_files), rows, path)
