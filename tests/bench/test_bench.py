@@ -5,9 +5,11 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
+from barellm import models
 from barellm.tools.bench import ops
 from barellm.tools.profile import process, step
 from tests.profiling.conftest import CEILING, small
@@ -75,6 +77,29 @@ def test_ops_add_up_to_the_step_and_have_a_bound(monkeypatch):
     assert all(row["s"] > row["wait_s"] >= 0 and row["alone_s"] > 0 and row["bound_s"] > 0 for row in r["ops"])
     assert r["ops_s"] == pytest.approx(sum(row["s"] for row in r["ops"]))
     assert 0.1 < r["ops_s"] / r["step_s"] < 3  # the same work; a busy machine disturbs one or the other
+
+
+@pytest.mark.parametrize("preset", ["default", "sparse-char"])
+def test_an_op_alone_reads_ids(monkeypatch, preset):
+    """In few tokens other tensors come to lie where they were, whose bits are ids of rows far outside of the embedding."""
+    looked, seconds, run = {}, ops.Alone.seconds, ops.Alone._run
+
+    def checked(self, program, op):
+        def look(calls, repeats):
+            for name, t in op.inputs.items():
+                if t.dtype == "i32" and name != "masks":  # which are bits
+                    ids = self.session.stored(t)
+                    looked[type(op).__name__, name] = ids.min() >= -1 and ids.max() < 1 << 16
+            return run(self, calls, repeats)
+
+        self._run = look
+        return seconds(self, program, op)
+
+    monkeypatch.setattr(ops.Alone, "seconds", checked)
+    monkeypatch.setattr(ops, "measured_ceiling", lambda **machine: CEILING)
+    config = models.preset(preset)
+    ops.measure(replace(config, train=replace(config.train, micro_batch_size=2, seq=32, dtype="fp32")), steps=2)
+    assert len(looked) > 2 and all(looked.values()), looked
 
 
 def test_calls_are_counted_on_the_threads_that_do_the_work():

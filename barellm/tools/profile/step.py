@@ -60,7 +60,7 @@ class StepBench:
         """Take a cycle of steps and measure it; inputs are made before. `wrap()` is a context manager around what is timed; `run`:
         the function that runs a program (None: the session's)."""
         session = self.compiled.session
-        run_program, inputs, cycle = run or session.run, self._inputs(), self.training_schedule.cycle
+        run_program, inputs, cycle = run or session.run, self.inputs(), self.training_schedule.cycle
         usage, start = Usage.now(), time.perf_counter()
         if wrap is None:
             self._run(run_program, inputs)
@@ -71,7 +71,7 @@ class StepBench:
         sample.loss = self.loss
         return sample
 
-    def _inputs(self) -> list[np.ndarray]:
+    def inputs(self) -> list[np.ndarray]:
         """Tokens and targets of the steps of the next cycle: (2, batch, seq) i32 each."""
         shape = (2, self.train.micro_batch_size, self.train.seq)
         return [
@@ -101,7 +101,7 @@ class StepBench:
 
     def timed(self) -> list[tuple[str, Any]]:
         """Run a cycle by the session's `timed`: (program, what that returned) of each, in order."""
-        return self._run(self.compiled.session.timed, self._inputs())
+        return self._run(self.compiled.session.timed, self.inputs())
 
 
 @contextmanager
