@@ -47,16 +47,18 @@ NEEDED["llama3"] = {"factor": "rope_factor", "low_freq_factor": "rope_low", "hig
 def _rope(config: Mapping[str, Any], f: Family) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Read the RoPE keys: (the key they are under, for messages; keys of global layers; keys of sliding-window layers). Both dicts
     contain `rope_theta`. Newer transformers keep everything in `rope_parameters`, by layer type where the types differ; older ones
-    have `rope_scaling`, and theta at the top level."""
-    where = next((key for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None), "rope_scaling")
-    rope = config.get(where) or {}
+    have `rope_scaling`, and theta at the top level. Where somebody has added that to a new file, it counts, as in transformers."""
+    first = ("rope_scaling", "rope_parameters") if f.local_theta is None else ("rope_parameters", "rope_scaling")
+    where = next((key for key in first if config.get(key) not in (None, {})), "rope_scaling")
+    rope, local = config.get(where) or {}, {}
     if not isinstance(rope, dict):
         raise UnknownConfig(f"{where} is {rope!r}, expected keys with values, or null")
-    local = {}
     if f.local_theta is not None and where == "rope_parameters":
         rope, local = (rope.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
-        if not isinstance(rope, dict) or not isinstance(local, dict):
+        added = config.get("rope_scaling") or {}
+        if not all(isinstance(found, dict) for found in (rope, local, added)):
             raise UnknownConfig(f"{where} is {str(config[where])[:60]}, expected keys with values for each kind of layers")
+        rope = {**rope, **added}
     top_level = {key: config[name] for key in KEYS for name in (key, f.old_rope.get(key, key)) if name in config}
     key, theta = f.local_theta or ("", 0.0)
     return where, {"rope_theta": f.theta, **top_level, **rope}, {"rope_theta": config.get(key, theta), **local}

@@ -115,6 +115,16 @@ def test_what_no_gemma_has_is_named(tmp_path, refused, key):
     assert WRONG[key][1] in refused("import", tmp_path / "hf", "--out", tmp_path / "x", "--tokenizer", "bytes")
 
 
+def test_a_stretch_added_by_hand_is_that_of_layers_without_a_window(tmp_path):
+    cfg = Config(**SIZES | MADE["gemma3_text"])
+    step = checkpoint_of(tmp_path / "run", cfg, random_arrays(cfg))
+    assert main(["export", str(step), "--format", "hf", "--out", str(tmp_path / "hf")]) == 0
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}))
+    found = open_weights(tmp_path / "hf", tokenizer="bytes").model
+    assert found == replace(cfg, rope_type="linear", rope_factor=4.0, rope_old_seq=found.rope_old_seq)  # pyright: ignore
+
+
 def test_a_window_of_some_layers_and_an_embedding_of_another_size_are_no_mistral_and_no_gemma(tmp_path, refused):
     for family, change, says in (
         ("mistral", {"window_layers": "1"}, "model.window_layers is '1', mistral has ''"),

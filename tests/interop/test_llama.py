@@ -233,6 +233,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what is changed
         {"rope_parameters": {"rope_type": "llama3", "rope_theta": 9, **STRETCH}},
         STRETCHED | {"rope_theta": 9.0},
     ),
+    "stretched by hand": (
+        {"rope_theta": None, "rope_parameters": NEW, "rope_scaling": {"type": "llama3", **STRETCH}},
+        STRETCHED | {"rope_theta": 1e4},
+    ),
+    "not stretched by hand": ({"rope_theta": None, "rope_parameters": NEW, "rope_scaling": {}}, {"rope_theta": 77.0}),
     "its own width of heads": ({"head_dim": 6}, {}),
 }
 
