@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -79,12 +80,18 @@ def _loss(args: argparse.Namespace, checkpoint: Found) -> int:
     with checkpoint.opened(positions=0, documents=data.masked) as compiled, evaluation_progress(windows.windows) as report:
         result = evaluator.run(compiled.session, report=report)
     assert result is not None
+    _check_finite(checkpoint, result.nats)
     if args.json:
         row = {"checkpoint": str(checkpoint.path), "data": data.name, "nats": result.nats, "bits_per_byte": result.bits_per_byte}
         print(json.dumps(row | {"targets": result.targets, "bytes": result.bytes}))
     else:
         _print(checkpoint, result.nats, result.bits_per_byte, f"{result.targets:,} tokens of {data.name}")
     return 0
+
+
+def _check_finite(checkpoint: Found, nats: float) -> None:
+    if not math.isfinite(nats):
+        raise UserError(f"the loss of {checkpoint.path} is {nats}, expected a finite number: are the weights finite?")
 
 
 def _print(checkpoint: Found, nats: float, bits: float | None, words: str) -> None:
@@ -108,6 +115,7 @@ def _hellaswag(args: argparse.Namespace, checkpoint: Found) -> int:
     with checkpoint.opened(positions=0, scoring=(batch, seq)) as compiled, evaluation_progress(len(task.texts)) as report:
         result = task.run(Scorer(compiled.session, batch=batch, seq=seq), report=report)
     assert result is not None
+    _check_finite(checkpoint, sum(map(sum, result.losses)))
     if out is not None:
         _write_lines(out, result.rows())
     if args.json:
@@ -146,8 +154,9 @@ def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
     batch, seq = shape_for(task.texts, tokens=args.batch * config.train.seq, most_seq=config.train.seq)
     with checkpoint.opened(positions=0, scoring=(batch, seq)) as compiled, evaluation_progress(len(task.texts)) as report:
         rows = list(task.rows(Scorer(compiled.session, batch=batch, seq=seq), report=report))
-    _write_lines(out, rows)
     total = documents.total(rows)
+    _check_finite(checkpoint, total["nats"])
+    _write_lines(out, rows)
     if args.json:
         print(json.dumps({"checkpoint": str(checkpoint.path), "data": name, **total}))
     else:

@@ -4,6 +4,7 @@ With llm.c's optimizer state, state_*.bin next to model_*.bin, it is a checkpoin
 moments and step. llm.c does not save its learning rate, schedule or batch size: give them by PRESET and keys."""
 
 import argparse
+import shlex
 
 from barellm import models
 from barellm.cli.parsing.options import CommandLine, Parser, add, add_configuration
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     states = llmc_state.beside(weights.path)
     state = llmc_state.read(states, weights) if states else None
     saved = imported.save(weights, Path(args.out), config=config, state=state)
-    model, tokenizer = weights.model, weights.tokenizer
+    model, tokenizer, out = weights.model, weights.tokenizer, shlex.quote(args.out)
     count = sum(t.trained for t in weights.tensors.values())
     without = "no tokenizer: it trains on shards of its ids; --tokenizer names one"
     family, architecture = huggingface.hugging_face(model).model_type, models.name_of(model)
@@ -52,11 +53,11 @@ def run(args: argparse.Namespace) -> int:
         what = "an id without a row is refused in a text" if missing > 0 else "a row without an id is never sampled"
         show(f"the model has {model.vocab_size:,} rows, the tokenizer {tokenizer.vocab_size:,} ids: {what}")
     if state is not None:
-        show(f"{state.story}; resume with: barellm train --out {args.out} --resume --data SHARDS")
+        show(f"{state.story}; resume with: barellm train --out {out} --resume --data SHARDS")
     if isinstance(tokenizer, Gpt2) and not tokenizer.found:
         show("GPT-2's vocabulary is not on this machine: there is no text in or out before it is")
     if tokenizer and state is None:
-        chats = [f"barellm chat {args.out}"] * bool(tokenizer.conventions.templates)
-        for i, line in enumerate([*chats, f"barellm train {config.preset} --init-from {args.out} --data FILE"]):
+        chats = [f"barellm chat {out}"] * bool(tokenizer.conventions.templates)
+        for i, line in enumerate([*chats, f"barellm train {config.preset} --init-from {out} --data FILE"]):
             show(f"{'' if i else 'next':<9}{line}")
     return 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
@@ -77,6 +79,24 @@ def test_every_kind_of_source_begins_the_same_run(tmp_path, begin, source, text,
     # The other seed is of the order of the text, not of the weights.
     assert main(begin(own, "--seed", "5", "--steps", "1", out="seed")) == 0
     assert evaluations(tmp_path / "seed")[0] == losses[0]
+
+
+def test_the_next_commands_can_be_typed_whatever_the_folder_is_called(tmp_path, source, text, capsys):
+    run = tmp_path / "ein Lauf"
+    assert main(["import", str(source), "--out", str(run), "--tokenizer", "bytes"]) == 0
+    words = shlex.split(capsys.readouterr().out.partition("next     barellm ")[2].replace("FILE", str(text)))
+    assert words[:4] == ["train", "gpt2-124m", "--init-from", str(run)] and len(words) == 6
+
+
+@pytest.mark.parametrize("options", [(), ("--json",), ("--per-document", "rows.jsonl"), ("--hellaswag", "swag.jsonl", "--json")])
+def test_weights_that_are_not_finite_have_no_loss(tmp_path, text, refused, monkeypatch, options):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "swag.jsonl").write_text(json.dumps({"ctx": "a b", "endings": ["c", "d", "e", "f"], "label": 0}) + "\n")
+    step = checkpoint_of(tmp_path / "own", TINY, ARRAYS | {"ln_f.weight": np.full_like(ARRAYS["ln_f.weight"], np.nan)})
+    data = () if "--hellaswag" in options else ("--data", text, "--split", "all")
+    said = refused("eval", step, *data, *options, *REFERENCE)
+    assert said == f"the loss of {step} is nan, expected a finite number: are the weights finite?"
+    assert not (tmp_path / "rows.jsonl").exists()
 
 
 def test_an_imported_checkpoint_is_sampled_and_exported(tmp_path, source, text, capsys):
