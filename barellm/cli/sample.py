@@ -59,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--prompt, --prompts, --prompt-ids and --interactive all say what texts begin with: choose one")
     if args.batch > decode.MOST_TOGETHER:
         raise UserError(f"--batch is {args.batch}, expected at most {decode.MOST_TOGETHER}")
+    if "" in args.stop:
+        raise UserError("--stop is '', expected a text of one character or more")
     if args.interactive and (args.samples > 1 or args.json or args.measure):
         raise UserError("--interactive is one text in a terminal: leave out --samples, --json and --measure")
     checkpoint = found_or_fresh(args.checkpoint, device=args.device, dtype=args.dtype, weights=args.weights, adapter=args.adapter)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from barellm.data.unpacking import is_packed, not_utf8, required, text_chunks
-from barellm.errors import UserError
+from barellm.errors import UserError, shown
 from barellm.jsontext import TOO_DEEP, loads
 
 ROWS = 1024  # rows of a Parquet file per batch in memory
@@ -64,7 +64,7 @@ def _text(where: str, record: Any, field: str) -> str:
     if not isinstance(text, str):
         fields, hint = type(record).__name__, ""
         if isinstance(record, dict):
-            fields = ", ".join(map(str, record))
+            fields = f"{field} {shown(text)}" if field in record else ", ".join(map(str, record))
             nested = [key for key, value in record.items() if isinstance(value, list) and value]
             hint = f"; only a list that is the whole file holds records, not {nested[0]!r}" if nested else ""
             hint = preferences(record) or hint or (f"; expected text, or {EXAMPLES}" if field == "text" else "")

@@ -190,7 +190,7 @@ class Ids(Tokenizer):
     @property
     def tokens(self) -> Sequence[bytes]:
         found = f"the model has {self.count} ids and no tokenizer, so there is no text"
-        raise UserError(f"{found}: name one by --tokenizer, or tokenizer= from Python")
+        raise UserError(f"{found}: name one by --tokenizer when it is imported, or tokenizer= from Python")
 
     @property
     def start(self) -> int:

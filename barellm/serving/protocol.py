@@ -227,7 +227,7 @@ def _conversation(messages: Any, template: Mapping[str, Any], served: Served) ->
     tokenizer = served.model.tokenizer
     own, text = tokenizer.conventions.templates, json.dumps([messages, template], ensure_ascii=False)
     if not 0 < len(messages) <= MOST_MESSAGES or len(text) > MOST_CHARACTERS or text.count('"') - text.count('\\"') > MOST_STRINGS:
-        size = f"{len(messages)} messages with {len(text)} characters"
+        size = f"{len(messages)} messages" + f" with {len(text)} characters" * bool(messages)
         most = f"1 to {MOST_MESSAGES} messages with {MOST_CHARACTERS} characters"
         raise UserError(f"messages has {size}, expected {most} in {MOST_STRINGS // 2} strings at most")
     for name in template:  # such as eos_token, whose text a template takes as its own

@@ -176,6 +176,6 @@ def in_words(seconds: float) -> str:
 
 def short(count: float) -> str:
     for limit, unit in ((1e3, ""), (1e6, "k"), (1e9, "M"), (1e12, "G")):
-        if abs(count) < limit:
+        if abs(count) < 0.9995 * limit:  # or it would be rounded to 1e+03
             return f"{count / (limit / 1e3):.3g}{unit}"
     return f"{count / 1e12:.3g}T"

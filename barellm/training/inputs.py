@@ -78,7 +78,7 @@ class Inputs:
         self.config = with_vocabulary(config, self.data.tokenizer)
         known = start.meta["data"] if start else None  # None too for a state that another program has left
         if start and known and known["hash"] != self.data.hash:
-            raise UserError(f"the text of {self.data.name} is not the one that {start.path} was trained on")
+            raise UserError(f"the text of {config.data.source} is not the one that {start.path} was trained on")
         train = self.config.train
         self.training_schedule, self.batch_rampup = training_schedule(self.config), BatchRampup(train)
         rows = self._rows()

@@ -120,7 +120,7 @@ def intentions(
         steps = f"as many steps as fit into {train.minutes:g} min{most}"
         return [f"budget   {steps}: other machines do more or fewer"]
     tokens = batch_rampup.tokens(total) - batch_rampup.tokens(done)
-    epochs = "" if train.overfit else f", {tokens / max(1, epoch_tokens):.3g} epochs"
+    epochs = "" if train.overfit else f", {short(tokens / max(1, epoch_tokens))} epochs"
     least = (batch_rampup.before(total) - batch_rampup.before(done)) / train.gradient_accumulation_steps * bound_s
     time = f"; {in_words(least)} at the roofline" if least >= 1 else ""
     batches = f"{train.overfit:,} micro-batches" if train.overfit > 1 else "micro-batch"

@@ -104,7 +104,9 @@ def test_a_folder_of_hugging_face_is_the_same_model(model, tmp_path):
     with barellm.load(folder, dtype="fp32", device="reference") as other:  # without a tokenizer there are ids alone
         assert (other.logits(TOKENS) == model.logits(TOKENS)).all()
         for prompt in ("a", [1, 2]):
-            with pytest.raises(UserError, match=r"no tokenizer, so there is no text: name one by --tokenizer, or tokenizer="):
+            with pytest.raises(
+                UserError, match=r"no tokenizer, so there is no text: name one by --tokenizer when it is imported, or tokenizer="
+            ):
                 other.generate(prompt)
     with barellm.load(folder, tokenizer="bytes", dtype="fp32", device="reference") as other:
         assert (other.logits(TOKENS) == model.logits(TOKENS)).all()

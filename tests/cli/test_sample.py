@@ -92,6 +92,7 @@ def test_what_is_wrong_is_said_in_one_line(trained, tmp_path, refused):
     for option in ("--json", "--measure"):
         assert "leave out --samples, --json and --measure" in refused("sample", trained, "--interactive", option)
     assert "--batch is 65, expected at most 64" in refused("sample", trained, "--batch", "65")
+    assert "--stop is '', expected a text" in refused("sample", trained, "--stop", "a", "--stop", "")
     assert "--batch is 0" in refused("sample", trained, "--batch", "0")
 
 

@@ -75,7 +75,7 @@ def test_records_longer_than_a_block_come_in_several(tmp_path, monkeypatch):
         ('{"text": "a"', "line 2 is no JSON: Expecting ',' delimiter at column 13$"),
         ('{"text": b}', "line 2 is no JSON: Expecting value at column 10$"),
         ('{"txt": "a", "id": 1}', "line 2 has no text in a field 'text', it has: txt, id"),
-        ('{"text": 3}', "line 2 has no text in a field 'text', it has: text"),
+        ('{"text": 3}', "line 2 has no text in a field 'text', it has: text 3"),
         ("[1]", "line 2 has no text in a field 'text', it has: list"),
         ('{"text": "a\\ud800b"}', r"a.jsonl, line 2 has \\ud800 alone in its text"),
         ("[" * 100_000, "a.jsonl, line 2 is no JSON: it has lists or objects too deep in each other"),

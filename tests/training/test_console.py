@@ -103,7 +103,10 @@ def test_durations(seconds, text):
     assert duration(seconds) == text
 
 
-@pytest.mark.parametrize("count, text", [(0, "0"), (950, "950"), (12_345, "12.3k"), (4_560_000, "4.56M"), (7.89e9, "7.89G")])
+@pytest.mark.parametrize(
+    "count, text",
+    [(0, "0"), (950, "950"), (999.6, "1k"), (999_950, "1M"), (12_345, "12.3k"), (4_560_000, "4.56M"), (7.89e9, "7.89G")],
+)
 def test_short_counts(count, text):
     assert short(count) == text
 
