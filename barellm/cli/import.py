@@ -13,11 +13,8 @@ from barellm.training.console import show
 
 
 def configure(parser: Parser) -> None:
-    parser.add_argument(
-        "source",
-        metavar="SOURCE",
-        help="a folder with config.json and model.safetensors, hf:OWNER/NAME on the hub, a GGUF file, or an llm.c file",
-    )
+    sources = "a folder with config.json and model.safetensors, hf:OWNER/NAME on the hub, a GGUF file, or an llm.c file"
+    parser.add_argument("source", metavar="SOURCE", help=sources)
     add(parser, "--out DIR", "folder for the checkpoint, new or empty", required=True)
     add(parser, "--tokenizer NAME",
         "bytes, gpt2, a folder with tokenizer.json, llm.c's .bin (default: what lies with the model; GPT-2's for 50257 ids)",

@@ -174,7 +174,9 @@ def _tables(n: dict[str, Any]) -> list[str]:
     lines += [
         f"  peak live memory: {n['live_peak_bytes']:,} bytes (pool / peak: {n['ratio']:.4f})",
         f"  in {n['peak_at']['program']}: {n['peak_at']['op']}",
-        f"  {_fits(n)}",
+        f"  whether it fits is not known: {n['limit_source']}"
+        if n["fits"] is None
+        else f"  {'fits' if n['fits'] else 'DOES NOT FIT'}: {n['limit_source']} is {n['limit_bytes']:,} bytes",
         *(
             f"  rank {rank}: optimizer state {row['optimizer_state']:,}, memory pool {row['arena_bytes']:,} bytes"
             for rank, row in enumerate(n.get("of_each_rank", ()))
@@ -204,12 +206,6 @@ def _tables(n: dict[str, Any]) -> list[str]:
         lines += [f"{n['ceiling']['from']}: {peaks}; {rates}"]
         lines += [f"roofline (estimate): {n['expected_s']:.4f} s a step, {speed:,.0f} tokens/s"]
     return lines
-
-
-def _fits(n: dict[str, Any]) -> str:
-    if n["fits"] is None:
-        return f"whether it fits is not known: {n['limit_source']}"
-    return f"{'fits' if n['fits'] else 'DOES NOT FIT'}: {n['limit_source']} is {n['limit_bytes']:,} bytes"
 
 
 def _optimizers(rows: list[dict[str, Any]]) -> list[str]:

@@ -76,7 +76,9 @@ def run(args: argparse.Namespace) -> int:
         folder.need_space(checkpoints.checkpoint_bytes(source))
         files = tokenizer_files(checkpoint.tokenizer)
         saved = checkpoints.save(folder.checkpoints, source, step=meta.pop("step"), meta=meta, tokenizer=files, keep=1)
-    show(f"{saved}: {len(quantized)} matrices in {args.weights}\n  {_how(meta['calibration'])}")
+    used = meta["calibration"]
+    how = f"calibrated on {used['tokens']:,} tokens of {used['data']}" if used else "nearest codes"
+    show(f"{saved}: {len(quantized)} matrices in {args.weights}\n  {how}")
     for name, which in (("before", checkpoint), ("after", found(str(saved), device=args.device, dtype="fp32"))):
         assert which.path is not None
         size = (which.path / checkpoints.WEIGHTS).stat().st_size
@@ -103,12 +105,6 @@ def _loss(checkpoint: Found, source: str | None) -> str:
         result = Evaluator(windows, batch=1, byte_lengths=None).run(compiled.session)
     assert result is not None
     return f"   {result.nats:.4f} nats per token, perplexity {perplexity(result.nats)}"
-
-
-def _how(calibration: dict | None) -> str:
-    if calibration is None:
-        return "nearest codes"
-    return f"calibrated on {calibration['tokens']:,} tokens of {calibration['data']}"
 
 
 def _moments(checkpoint: Found, weights: Weights, source: str | None, tokens: int) -> tuple[dict[str, np.ndarray], dict]:

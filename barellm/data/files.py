@@ -65,7 +65,7 @@ def named(source: str) -> list[Path]:
 def existing(source: str) -> Path:
     """The path that a source names; UserError if nothing is there or it cannot be read."""
     if not source:
-        raise UserError("no text to train on: pass --data FILE_OR_FOLDER (or 'stdlib' for Python's own source)")
+        raise UserError("no text: pass --data FILE_OR_FOLDER (or 'stdlib' for Python's own source)")
     path = Path(source).expanduser()
     with cache.reading(source):
         if not path.exists():

@@ -35,7 +35,8 @@ class HuggingFace(Tokenizer):
         found = loads(self.content)
         self._added = {token["content"]: token["id"] for token in found["added_tokens"]}
         self._special = {token["content"]: token["id"] for token in found["added_tokens"] if token.get("special")}
-        model_ids = _own_ids(found["model"])
+        vocab = found["model"]["vocab"]  # which Unigram has as a list
+        model_ids = {piece: i for i, (piece, _) in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab.items())
         _check_ids(path, [*model_ids.items(), *self._added.items()], most=len(content))
         self.base_size = max(model_ids.values(), default=-1) + 1  # ids beyond it are of added tokens
         self.name_of = {i: name for name, i in (model_ids | self._added).items()}
@@ -166,12 +167,6 @@ class HuggingFace(Tokenizer):
 
 def _joined(decoder: Any, names: list[str]) -> str:
     return " ".join(names) if decoder is None else decoder.decode(names)
-
-
-def _own_ids(model: Mapping[str, Any]) -> dict[str, int]:
-    """{token: id} of the model's own vocabulary, which Unigram has as a list."""
-    vocab = model["vocab"]
-    return {piece: i for i, (piece, _) in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab.items())
 
 
 def _check_ids(path: Path, found: list[tuple[str, Any]], *, most: int) -> None:

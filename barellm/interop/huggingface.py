@@ -278,12 +278,7 @@ def _config(weights: Weights, dtype: str) -> dict[str, Any]:
         "architectures": [known.class_name], "model_type": known.model_type,
         **{key: values[0] for key, values in known.kinds.items()},
         **{key: getattr(model, name) for key, (name, _) in known.sizes.items()},
-        **{key: _theirs(getattr(model, name), values) for key, (name, _, values) in known.words.items()},
+        **{key: next(k for k, v in values.items() if v == getattr(model, name)) for key, (name, _, values) in known.words.items()},
         **dict.fromkeys(known.derived), **dict.fromkeys(known.rates, getattr(model, "dropout", 0.0)), **known.written(model),
         **vocabulary.ids_of_config(tokenizer), "torch_dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype],
     }  # fmt: skip
-
-
-def _theirs(ours: Any, values: Mapping[Any, Any]) -> Any:
-    """The first of their words for a value of ours."""
-    return next(theirs for theirs, one in values.items() if one == ours)

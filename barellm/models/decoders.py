@@ -50,7 +50,7 @@ def _rope(config: Mapping[str, Any], f: Family) -> tuple[str, dict[str, Any], di
     have `rope_scaling`, and theta at the top level. Where somebody has added that to a new file, it counts, as in transformers."""
     first = ("rope_scaling", "rope_parameters") if f.local_theta is None else ("rope_parameters", "rope_scaling")
     where = next((key for key in first if config.get(key) not in (None, {})), "rope_scaling")
-    rope, local = config.get(where) or {}, {}
+    rope, local, added = config.get(where) or {}, {}, {}
     if not isinstance(rope, dict):
         raise UnknownConfig(f"{where} is {rope!r}, expected keys with values, or null")
     if f.local_theta is not None and where == "rope_parameters":
@@ -58,10 +58,9 @@ def _rope(config: Mapping[str, Any], f: Family) -> tuple[str, dict[str, Any], di
         added = config.get("rope_scaling") or {}
         if not all(isinstance(found, dict) for found in (rope, local, added)):
             raise UnknownConfig(f"{where} is {str(config[where])[:60]}, expected keys with values for each kind of layers")
-        rope = {**rope, **added}
     top_level = {key: config[name] for key in KEYS for name in (key, f.old_rope.get(key, key)) if name in config}
     key, theta = f.local_theta or ("", 0.0)
-    return where, {"rope_theta": f.theta, **top_level, **rope}, {"rope_theta": config.get(key, theta), **local}
+    return where, {"rope_theta": f.theta, **top_level, **rope, **added}, {"rope_theta": config.get(key, theta), **local}
 
 
 def _scaling(where: str, rope: Mapping[str, Any], config: Mapping[str, Any], most: int) -> dict[str, tuple[str, Any]]:

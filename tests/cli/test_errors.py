@@ -44,7 +44,7 @@ def test_missing_file(refused, out, tmp_path):
 
 
 def test_no_file_named(refused, out):
-    assert "no text to train on: pass --data" in refused("train", "shakespeare-char", "--out", out, *TINY)
+    assert "no text: pass --data" in refused("train", "shakespeare-char", "--out", out, *TINY)
 
 
 def test_empty_file(refused, out, tmp_path):

@@ -317,7 +317,7 @@ def bad(tmp_path):
 @pytest.mark.parametrize(
     "source, message",
     [
-        ("", "no text to train on: pass --data"),
+        ("", "no text: pass --data"),
         ("{}/missing.txt", "no such file or folder: .*/missing.txt"),
         ("{}/empty.txt", "empty.txt is empty"),
         ("{}/empty.bin", "empty.bin is empty"),

@@ -49,7 +49,7 @@ def _on_cpu(bench: StepBench, steps: int) -> tuple[Seconds, float, Callable[[str
     session, traces = bench.compiled.session, record(bench, steps)
     each = [op_seconds(session, call_seconds(step)) for step in traces.traced]
     seconds = {name: np.median([found[name] for found in each], axis=0) for name in each[0]}
-    return seconds, median(traces.untraced_s), Alone(bench, traces.traced[0].tick_s).seconds
+    return seconds, median(traces.untraced_s), Alone(bench, session, traces.traced[0].tick_s).seconds
 
 
 def _on_gpu(bench: StepBench, steps: int) -> tuple[Seconds, float, Callable[[str, Op], float] | None]:
@@ -60,8 +60,7 @@ def _on_gpu(bench: StepBench, steps: int) -> tuple[Seconds, float, Callable[[str
 class Alone:
     """Runs single ops of a session again and again, with a barrier behind each time."""
 
-    def __init__(self, bench: StepBench, tick_s: float) -> None:
-        session: CpuSession = bench.compiled.session
+    def __init__(self, bench: StepBench, session: CpuSession, tick_s: float) -> None:
         self.bench, self.session, self.tick_s = bench, session, tick_s
         self.calls = {(program, op): (first, stop) for program in session.calls for op, first, stop in spans(session, program)}
 
@@ -69,21 +68,17 @@ class Alone:
         """The median time of one, the first not counted."""
         first, stop = self.calls[program, op]
         if any(t.dtype == "i32" for t in op.inputs.values()):
-            self._renew_ids(program, first)
+            # Later tensors lie where its ids were, and other bits are addresses anywhere: write them, and do what is before the op.
+            for name, ids in zip(("tokens", "targets"), self.bench.inputs()[0], strict=True):
+                if t := self.session.programs[program].named.get(name):
+                    self.session.stored(t)[:] = ids
+            if first:
+                self.session.pool.run(self.session.records[program].ctypes.data, first)
         calls = self.session.records[program][first:stop].copy()
         calls[-1, BARRIER // 8] = 1
         once = self._run(calls, 2)  # a GEMM of seconds is not worth many repeats
         repeats = min(REPEATS, int(REPEATS * SHORT / max(once, 1e-9)))
         return float(np.median([self._run(calls, repeats) for _ in range(3)])) if repeats > 2 else once
-
-    def _renew_ids(self, program: str, calls: int) -> None:
-        """Write the inputs and do the `calls` before an op: later tensors lie where its ids were, and other bits are no ids, but
-        addresses anywhere."""
-        for name, ids in zip(("tokens", "targets"), self.bench.inputs()[0], strict=True):
-            if t := self.session.programs[program].named.get(name):
-                self.session.stored(t)[:] = ids
-        if calls:
-            self.session.pool.run(self.session.records[program].ctypes.data, calls)
 
     def _run(self, calls: np.ndarray, repeats: int) -> float:
         """The median of `repeats` times in a row, the first not counted."""
