@@ -75,13 +75,13 @@ class HuggingFace(Tokenizer):
         decoder = self._encoder("text").decoder
         byte_of = bpe.printable_bytes()
         special = set(self._special.values())
-        added = {i: name.encode() for name, i in self._added.items()}
         plain = decoder is not None and type(decoder).__name__ == "ByteLevel"
+        added = set(self._added.values()) if plain else set()  # other decoders make text of them too: Gemma 3's U+2581 are spaces
         found = [b""] * self._count
         tail = _joined(decoder, ["a", "b"])[1:]
         for i, name in self.name_of.items():
             if i in special or i in added:
-                found[i] = b"" if i in special else added[i]
+                found[i] = b"" if i in special else name.encode()
             elif plain and all(c in byte_of for c in name):
                 found[i] = bytes(byte_of[c] for c in name)
             elif self.byte_fallback and len(name) == 6 and name.startswith("<0x"):

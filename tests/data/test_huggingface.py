@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from barellm.cli.main import main
 from barellm.config import DataConfig
@@ -20,7 +21,9 @@ from barellm.data.kinds import load_tokenizer
 from barellm.data.reading import Layout, blocks
 from barellm.data.shards import open_shard
 from barellm.data.sources import prepare
+from barellm.data.tokenizers import StreamDecoder
 from barellm.errors import UserError
+from tests.chat import families
 from tests.data.llama import PATTERN, large_llama_json, llama_json
 
 TEXT = Path(__file__).read_text() + "  naïve façade — 你好，世界 🙂🙃 12345!!\r\n\r\n\t tabs  and   'S spaces \n\n\n" * 3
@@ -264,3 +267,15 @@ def test_an_added_token_that_is_not_special_is_text(tmp_path):
     tokenizer = HuggingFace(harmed(added_tokens=added, post_processor=None), path=tmp_path)
     ids = tokenizer.encode("a<tool>b").tolist()
     assert 300 in ids and tokenizer.decode(ids) == "a<tool>b" and tokenizer.eot is None
+
+
+def test_an_added_token_of_marked_spaces_is_decoded_as_spaces(tmp_path):
+    """Gemma's runs of spaces are added tokens, not special: without the decoder's steps indented code showed U+2581 for spaces."""
+    made = families.library("gemma")
+    made.add_tokens([AddedToken("\u2581" * n, normalized=False) for n in (2, 3)])
+    tokenizer = HuggingFace(made.to_str().encode(), path=tmp_path)
+    two, three = (tokenizer.added["\u2581" * n] for n in (2, 3))
+    ids = [*tokenizer.encode("a:\n").tolist(), three, *tokenizer.encode("return").tolist(), two, *tokenizer.encode("x").tolist()]
+    assert tokenizer.decode(ids) == made.decode(ids) == "a:\n   return  x"
+    stream = StreamDecoder(tokenizer, begins=True)
+    assert "".join(map(stream.feed, ids)) + stream.finish() == made.decode(ids)
