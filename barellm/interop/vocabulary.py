@@ -31,8 +31,9 @@ def read(folder: Path, rows: int) -> Tokenizer | None:
     else:
         if found := [name for name in UNREAD if (folder / name).is_file()]:
             raise UserError(
-                f"{folder} has {found[0]}, and what is read is {WHOLE}: transformers writes one by AutoTokenizer.from_pretrained("
-                f"FOLDER).save_pretrained(FOLDER), with the packages sentencepiece and protobuf; or name another with --tokenizer"
+                f"{folder} has {found[0]}, and what is read is {WHOLE}, which transformers below 5 makes (5 writes other ids): "
+                f"AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) behind pip install 'transformers<5' sentencepiece "
+                f"protobuf; or name another with --tokenizer"
             )
         return Gpt2().with_files(conventions.collect(folder), rows=rows) if rows == VOCAB else None
     files = conventions.collect(folder)

@@ -99,6 +99,7 @@ def test_a_tokenizer_that_is_not_read_is_named(tmp_path, refused, file):
     (folder / "tokenizer.json").rename(folder / file)
     said = refused("import", folder, "--out", tmp_path / "run")
     assert f"{folder} has {file}, and what is read is tokenizer.json" in said and "--tokenizer" in said
+    assert "pip install 'transformers<5' sentencepiece protobuf" in said
     assert main(["import", str(folder), "--out", str(tmp_path / "run"), "--tokenizer", "bytes"]) == 0
 
 
