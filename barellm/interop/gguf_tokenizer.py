@@ -57,6 +57,8 @@ def read(path: Path, values: Mapping[str, Any], rows: int) -> Tokenizer | None:
         json_files = {name: json.dumps(one).encode() for name, one in files.items()}
         tokenizer = vocabulary.of_one_file(path, json.dumps(content, ensure_ascii=False).encode(), json_files)
         assert len(set(names)) == len(names) == len(kinds), "a token stands twice, or has no type"
+    except UserError:
+        raise
     except (ValueError, TypeError, AttributeError, LookupError, AssertionError) as error:
         raise UserError(f"{path}: its tokenizer is damaged ({type(error).__name__}: {error}): name one with --tokenizer") from None
     return fitting(tokenizer.with_files(json_files), rows, path)

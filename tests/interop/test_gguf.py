@@ -16,7 +16,7 @@ from barellm.cli.main import main
 from barellm.data.bpe import trained_bpe
 from barellm.data.huggingface import HuggingFace
 from barellm.errors import UserError
-from barellm.interop import gguf_reader, gguf_writer
+from barellm.interop import gguf_reader, gguf_tokenizer, gguf_writer
 from barellm.interop.sources import open_weights
 from tests.data.llama import PATTERN, llama_json
 from tests.interop.models import TINY, checkpoint_of, random_arrays
@@ -284,3 +284,16 @@ def test_a_model_of_one_head_and_templates_by_name(tmp_path):
     assert (found.model.heads, found.model.head_size) == (1, 4)  # pyright: ignore[reportAttributeAccessIssue]
     assert found.tokenizer and found.tokenizer.conventions.templates == {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
     assert found.tokenizer.vocab_size == 258
+
+
+def test_an_unknown_rule_for_words_is_refused_in_one_line():
+    values = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "own",
+        "tokenizer.ggml.tokens": ["a"],
+        "tokenizer.ggml.merges": [],
+    }
+    with pytest.raises(UserError) as error:
+        gguf_tokenizer.read(Path("m.gguf"), values, 1)
+    said = str(error.value)
+    assert said.startswith("m.gguf: tokenizer.ggml.pre is 'own', expected llama-bpe or ") and said.count("--tokenizer") == 1
