@@ -29,7 +29,7 @@ def row_pairs(k, g, partly_masked, make_mask: Callable[[], LaneMask]) -> Iterato
 
 
 def score_key_block_amx(k, g, s, transposed, begin, num_keys, tile_mask: TileMask, capped: Callable[[Value], Value]) -> list[Value]:
-    """`score_key_block` of attention_forward.py on AMX: s["p"] [key][g.queries] fp32 = capped(K Q^T) of the packed keys [begin,
+    """OnlineSoftmax._scores (attention_forward.py) on AMX: s["p"] [key][g.queries] fp32 = capped(K Q^T) of the packed keys [begin,
     num_keys), -infinity where a query does not see a key. The tile registers leave a tile of scores in memory (L1), and a second
     pass over its rows masks it and finds the maximum. `transposed`: Q, written by `transpose_tile`; tile_mask(j): `tile_mask` of
     the tile from row j on. Returns each query's largest score, g.vectors vectors."""

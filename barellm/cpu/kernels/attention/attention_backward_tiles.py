@@ -65,7 +65,6 @@ class BackwardHead:
         `key_range`: windows or documents, else None; `key`: dropout's random key."""
         q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream = operands
         self.k, self.g = k, self.geometry(k.isa, q.dtype, D)
-        self.rate = rate
         self.mask_spec = mask_spec
         self.score_scale, self.softmax_scale_log2 = mask_spec.score_scale(k, D), mask_spec.softmax_scale_log2(k, D)
         self.T, self.head = mask_spec.length(k, seq), head
@@ -79,8 +78,7 @@ class BackwardHead:
         self.key_range = attention_mask.KeyRange.of(k, mask_spec, self.T, starts, sequence)
         shape = {"shared": heads > kv_heads, "bounded": self.key_range is not None, "capped": bool(mask_spec.softcap)}
         self.s = micro.blocks_of(k, self.scratch_sizes(rate, length, **shape))
-        self.dropout = micro.Dropout(rate, stream, heads)
-        self.key = self.dropout.key(k, sequence) if rate else None
+        self.dropout = micro.Dropout.of(k, rate, stream, heads, sequence, head)
 
     def geometry(self, isa: ISA, dtype: str, D: int) -> micro.Geometry:
         return micro.Geometry.of(isa, dtype, D)
@@ -137,8 +135,8 @@ class BackwardHead:
         s["ds_vnni"] = dS in units along the keys, `for_dkdv` also s["p"] = P M and s["ds"] = dS in units along the queries.
         Operands: `pack_keys` and `pack_queries`, whose results are `shift` and `delta`."""
         k, g, s = self.k, self.g, self.s
-        if self.rate:
-            self.dropout.fill(k, g, s["keep"], self.key, self.head, t, j0, num_keys)
+        if self.dropout:
+            self.dropout.fill(k, g, s["keep"], t, j0, num_keys)
         if g.tiles:
             self._probabilities_of_tiles(j0, t, begin, num_keys, shift, delta, for_dkdv=for_dkdv, key_bounds=key_bounds)
             return
@@ -164,7 +162,7 @@ class BackwardHead:
         k, g, s = self.k, self.g, self.s
         per_row = g.queries // g.pair  # units of a row of P or dS
         dropped_p = p
-        if self.rate:
+        if self.dropout:
             multipliers = [s["keep"].at((j + r) * g.queries).load(v * g.lanes) for v in range(g.vectors)]
             dropped_p, dp = ([x * m for x, m in zip(row, multipliers, strict=True)] for row in (p, dp))
         ds = [x * (y - d) for x, y, d in zip(p, dp, delta, strict=True)]  # P before dropout: M is in dp

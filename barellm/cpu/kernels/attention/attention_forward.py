@@ -14,18 +14,18 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from math import e, log2
+from typing import NamedTuple
 
 from barellm.cpu.kernel import Lowering, Op, Pointer, Value, lowering
 from barellm.cpu.kernels.attention import attention_microkernels as micro
 from barellm.cpu.kernels.attention.attention_amx import round_to_tiles, score_key_block_amx
-from barellm.cpu.kernels.attention.attention_mask import LOWEST, PLAIN, KeyRange, MaskSpec, dense_constants
+from barellm.cpu.kernels.attention.attention_mask import LOWEST, KeyRange, MaskSpec, dense_constants
 from barellm.cpu.kernels.attention.attention_one_query_exact import attend_one_query_exactly, one_query_units
 from barellm.cpu.kernels.attention.attention_single_block import attention_single_block, fits_single_block, forward_units
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.lang.vector import ln, tanh
 
 Start = Callable[[Value], list[list[Value]]]  # row of a block of keys -> the initial scores of its tile
-Capped = Callable[[Value], Value]  # scores -> scores under a softcap
 QUERY_BLOCK = 128  # queries that share the packing of keys and values, where that leaves enough work items
 
 
@@ -62,152 +62,189 @@ def scratch_units(g, rate: float = 0.0, bounded: bool = False) -> dict[str, int]
     }
 
 
-def attend_queries(k, g, q, keys, values, out, lse, first, last, pos, dropout: micro.Dropout | None = None, head=None,
-        sample_key=None, mask_spec: MaskSpec = PLAIN, key_range: KeyRange | None = None, length=None,
-        cached: bool = False) -> None:  # fmt: skip
-    """The work item: out (last - first, D) and lse of the queries [first, last) of one head, by online softmax over all blocks of
-    keys that they see. q, keys, values, out: HeadRows of one sequence, from token 0 on, and so lse (None: not stored). Query t is
-    at position t, or pos + t with `cached`. `head`, `sample_key`: of the random bits of `dropout`; `key_range`: windows or
-    documents, None: neither; `length`: the number of keys of full attention, None: causal. `pos`: of query 0 where `cached`, else
-    0. A group (`g`.queries of them, in lanes) has its own part of the accumulators in scratch `s`."""
-    s = micro.blocks_of(k, scratch_units(g, dropout.rate if dropout else 0.0, key_range is not None))
-    softmax_scale, softmax_scale_log2 = mask_spec.softmax_scale(k, g.D), mask_spec.softmax_scale_log2(k, g.D)
-    first_keys, capped = s["first_keys"].as_dtype("i32"), partial(mask_spec.capped, k, D=g.D)
+class QueryBlock(NamedTuple):
+    """What a work item reads and writes: the queries [first, last) of one head of one sequence. `q`, `keys`, `values`, `out`: rows
+    of the head, the first of them query or key 0; `lse` (T) fp32 from query 0 on, None: not stored. `pos`: how many keys lie before
+    query 0, none but with a KV cache."""
 
+    q: micro.HeadRows
+    keys: micro.HeadRows
+    values: micro.HeadRows
+    out: micro.HeadRows
+    lse: Pointer | None
+    first: Value
+    last: Value
+    pos: Value
+
+
+def attend_queries(k, g, item: QueryBlock, mask_spec: MaskSpec, *, key_range: KeyRange | None = None, length=None,
+        dropout: micro.Dropout | None = None, cached: bool = False) -> None:  # fmt: skip
+    """The work item: out and lse of its queries, by online softmax over all blocks of keys that they see. `key_range`: windows or
+    documents, None: neither; `length`: the number of keys of full attention, None: causal. Query t is at position t, or with
+    `cached` at item.pos + t."""
+    s = micro.blocks_of(k, scratch_units(g, dropout.rate if dropout else 0.0, key_range is not None))
+    softmax = OnlineSoftmax(k, g, s, mask_spec)
+    first, last, pos = item.first, item.last, item.pos
+    first_keys = s["first_keys"].as_dtype("i32")
+
+    # Pack the queries and begin their sums, a group at a time.
     with k.loop(first, last, g.queries) as t:
         group = (t - first) // g.queries
-        init_softmax(k, g, s, q, t, last, group, LOWEST if key_range else float("-inf"))
+        softmax.begin(group, item.q, t, last, LOWEST if key_range else float("-inf"))
         if key_range:
             key_range.store_first_keys(k, g, pos + t if cached else t, first_keys.at(group * g.queries))
 
+    # Pack the keys and values, a block at a time, and add them to each group that sees some of them.
     end = pos + last if length is None else length  # behind the last key that any query sees
-    first_position = pos + first if cached and key_range else first
-    with k.loop(key_range.first_key(k, first_position) & -micro.KEY_BLOCK if key_range else 0, end, micro.KEY_BLOCK) as j0:
+    begin: Value | int = 0
+    if key_range:
+        begin = key_range.first_key(k, pos + first if cached else first) & -micro.KEY_BLOCK
+    with k.loop(begin, end, micro.KEY_BLOCK) as j0:
         count = k.min(end - j0, micro.KEY_BLOCK)  # keys of the block
-        micro.pack_tile(k, g, keys.start(j0), count, micro.round_up(k, count, g.rows), s["k"])
-        micro.pack_tile(k, g, values.start(j0), count, micro.round_up(k, count, g.rows), s["v_rows"])
+        micro.pack_tile(k, g, item.keys.start(j0), count, micro.round_up(k, count, g.rows), s["k"])
+        micro.pack_tile(k, g, item.values.start(j0), count, micro.round_up(k, count, g.rows), s["v_rows"])
         v_block = micro.pack_left(k, g, s["v_rows"], count, s["v"])  # V as the left operand of V^T P
         with k.loop(first, last, g.queries) as t:
-            # Keys of this block that the group's queries see.
+            # The group's queries see the keys [first_row, num_keys) of this block, or some of them.
             stop = pos + k.min(t + g.queries, last) if length is None else length
             num_keys = round_to_tiles(k, g, k.min(stop - j0, micro.KEY_BLOCK))
             group = (t - first) // g.queries
-            position = pos + t if cached and key_range else t
-            key_bounds = key_range.bounds_of(k, g, position, first_keys.at(group * g.queries)) if key_range else None
-            begin = key_bounds.first_row(k, g, j0) if key_bounds else 0
-            with k.when(num_keys > begin):
-                fill = dropout and partial(dropout.fill, k, g, s["keep"], sample_key, head, t, j0, num_keys)
+            key_bounds, first_row = None, 0
+            if key_range:
+                key_bounds = key_range.bounds_of(k, g, pos + t if cached else t, first_keys.at(group * g.queries))
+                first_row = key_bounds.first_row(k, g, j0)
+            with k.when(num_keys > first_row):
+                fill = dropout and partial(dropout.fill, k, g, s["keep"], t, j0, num_keys)
                 tile_mask = partial(micro.tile_mask, k, g, pos + t, key_bounds, length, j0)
-                online_softmax_step(k, g, s, group, v_block, begin, num_keys, softmax_scale_log2, tile_mask, fill, capped=capped)
+                softmax.add_keys(group, v_block, first_row, num_keys, tile_mask, fill)
 
     with k.loop(first, last, g.queries) as t:
-        finish_softmax(k, g, s, out, lse, t, last, (t - first) // g.queries, softmax_scale)
+        softmax.finish((t - first) // g.queries, item.out, item.lse, t, last)
 
 
-def init_softmax(k, g, s, q, t, last, group, lowest: float) -> None:
-    """Begin the online softmax of the group of queries from t on, those before `last`: pack q (HeadRows) into s["q"] of layout
-    `transposed`, zero the accumulator s["acc"] [D][queries], set maxima in s["stats"] [2][g.queries] to `lowest` and sums to 0.
-    `g`: geometry, `s`: scratch, `group`: index of the group in the work item."""
-    micro.pack_tile(k, g, q.start(t), k.min(last - t, g.queries), g.queries, s["q_rows"])
-    micro.transpose_tile(k, g, s["q_rows"], s["q"].at(group * g.transposed_units))
-    micro.clear(k, s["acc"].at(group * g.accumulator_units()), g.acc_rows * g.queries)
-    for v in range(g.vectors):
-        s["stats"].store(lowest, group * (2 * g.queries) + v * g.lanes)
-        s["stats"].store(0.0, group * (2 * g.queries) + g.queries + v * g.lanes)
+class OnlineSoftmax:
+    """The softmax of a work item's queries over blocks of keys (Milakov and Gimelshein 2018): `begin`, `add_keys` for each block,
+    `finish`. Queries are lanes, in groups of g.queries; `group`: the index of one, `t`: its first query; queries from `last` on do
+    not exist. `softmax_scale`: scores are multiplied by it; `softmax_scale_log2` = that times log2(e). Blocks of scratch `s`:
 
+        q       [group] packed queries, layout `transposed`
+        acc     [group][D][queries] fp32, the sum of the probabilities times the values, relative to the maximum so far
+        stats   [group][2][queries] fp32, the maximum of the scores so far, and the sum of the exponentials relative to it
+        k       packed keys of the block, layout `rows`
+        p       [key][queries] fp32, scores of the block; then their exponentials in units along the keys
+        alpha   [queries] fp32, by which a new maximum multiplies the sums so far
+        keep    [key][queries] fp32, multipliers of dropout"""
 
-def online_softmax_step(k, g, s, group, v_block, begin, num_keys, softmax_scale_log2, tile_mask: micro.TileMask,
-        fill: Callable[[], None] | None = None, start: Start | None = None, capped: Capped = lambda x: x) -> None:  # fmt: skip
-    """Add the packed keys [begin, num_keys) of a block to a group's softmax: m' = max(m, scores), alpha = exp(m - m'), sum = alpha
-    sum + p, acc = alpha acc + V^T p. Updates s["stats"] [maximum, sum][g.queries] and s["acc"] [D][queries] fp32. `v_block`: V as
-    `pack_left` returned it; s["k"] and s["q"]: packed K and Q. tile_mask(j): `tile_mask` of the tile from row j on; fill() writes
-    dropout's multipliers to s["keep"]; start(j): the tile's initial scores (position bias), None: zero; `capped`: softcap. `g`,
-    `s`, `group`: as in `init_softmax`, which comes first."""
-    stats = s["stats"].at(group * (2 * g.queries))  # [maximum, sum][g.queries]
-    transposed, acc = s["q"].at(group * g.transposed_units), s["acc"].at(group * g.accumulator_units())
-    for v, top in enumerate(score_key_block(k, g, s, transposed, begin, num_keys, tile_mask, start, capped)):
-        before = stats.load(v * g.lanes)
-        highest = k.max(top, before)
-        s["alpha"].store(micro.exp2_nonpositive(k, g, (before - highest) * softmax_scale_log2), v * g.lanes)
-        stats.store(highest, v * g.lanes)
-    if fill:
-        fill()
-    probabilities(k, g, s, stats, softmax_scale_log2, begin, num_keys, fill is not None)
-    alpha = [s["alpha"].load(v * g.lanes) for v in range(g.vectors)]
-    micro.accumulate_transposed(k, g, acc, v_block, s["p"], begin, num_keys, alpha)
+    def __init__(self, k, g, s, mask_spec: MaskSpec) -> None:
+        self.k, self.g, self.s = k, g, s
+        self.softmax_scale = mask_spec.softmax_scale(k, g.D)
+        self.softmax_scale_log2 = mask_spec.softmax_scale_log2(k, g.D)
+        self.capped = partial(mask_spec.capped, k, D=g.D)  # a score under the softcap, if there is one
 
+    def queries_of(self, group) -> Pointer:
+        """The group's packed queries."""
+        return self.s["q"].at(group * self.g.transposed_units)
 
-def finish_softmax(k, g, s, out, lse, t, last, group, softmax_scale) -> None:
-    """End the online softmax of the group of queries from t on, those before `last`: out (HeadRows) = acc / sum, transposed through
-    s["out"], and lse = maximum * softmax_scale + ln(sum), None: not stored. `g`, `s`, `group`: as in `init_softmax`. Queries that
-    do not exist are not stored."""
-    stats = s["stats"].at(group * (2 * g.queries))
-    count = k.min(last - t, g.queries)
-    total = [stats.load(g.queries + v * g.lanes) for v in range(g.vectors)]
-    micro.transpose_accumulator(k, g, s["acc"].at(group * g.accumulator_units()), s["out"], [1.0 / x for x in total])
-    micro.unpack_tile(k, g, s["out"], count, out.start(t), 1.0)
-    if lse is not None:
+    def _accumulator(self, group) -> Pointer:
+        return self.s["acc"].at(group * self.g.accumulator_units())
+
+    def begin(self, group, q, t, last, lowest: float) -> None:
+        """Pack the group's queries from q (HeadRows), zero its sums, and set its maxima to `lowest`."""
+        k, g, s = self.k, self.g, self.s
+        micro.pack_tile(k, g, q.start(t), k.min(last - t, g.queries), g.queries, s["q_rows"])
+        micro.transpose_tile(k, g, s["q_rows"], self.queries_of(group))
+        micro.clear(k, self._accumulator(group), g.acc_rows * g.queries)
         for v in range(g.vectors):
-            value = k.fma(stats.load(v * g.lanes), softmax_scale, ln(k, total[v]))
-            lse.at(t).store(value, v * g.lanes, k.mask_first(count - v * g.lanes))
+            s["stats"].store(lowest, group * (2 * g.queries) + v * g.lanes)
+            s["stats"].store(0.0, group * (2 * g.queries) + g.queries + v * g.lanes)
 
+    def add_keys(self, group, v_block, begin, num_keys, tile_mask: micro.TileMask, fill: Callable[[], None] | None = None,
+            start: Start | None = None) -> None:  # fmt: skip
+        """Add the packed keys [begin, num_keys) of a block: m' = max(m, scores), alpha = exp(m - m'), sum = alpha sum + p, acc =
+        alpha acc + V^T p. `v_block`: V as `pack_left` returned it. tile_mask(j): `tile_mask` of the tile of keys from row j on;
+        start(j): the tile's initial scores (position bias), None: zero. fill() writes dropout's multipliers, None: no dropout."""
+        k, g, s = self.k, self.g, self.s
+        stats = s["stats"].at(group * (2 * g.queries))
+        queries, acc = self.queries_of(group), self._accumulator(group)
+        for v, top in enumerate(self._scores(queries, begin, num_keys, tile_mask, start)):
+            before = stats.load(v * g.lanes)
+            highest = k.max(top, before)
+            s["alpha"].store(micro.exp2_nonpositive(k, g, (before - highest) * self.softmax_scale_log2), v * g.lanes)
+            stats.store(highest, v * g.lanes)
+        if fill:
+            fill()
+        self._exponentials(stats, begin, num_keys, fill is not None)
+        alpha = [s["alpha"].load(v * g.lanes) for v in range(g.vectors)]
+        micro.accumulate_transposed(k, g, acc, v_block, s["p"], begin, num_keys, alpha)
 
-def score_key_block(k, g, s, transposed, begin, num_keys, tile_mask: micro.TileMask, start: Start | None,
-        capped: Capped) -> list[Value]:  # fmt: skip
-    """s["p"] [key][g.queries] fp32 = capped(K Q^T + start) of the keys [begin, num_keys), in tiles of g.rows keys, -infinity where
-    a query does not see a key. K: s["k"], layout `rows`; Q: `transposed`, of that layout. Returns each query's largest score,
-    g.vectors vectors. tile_mask, start, capped: as in `online_softmax_step`."""
-    if g.tiles:
-        assert start is None
-        return score_key_block_amx(k, g, s, transposed, begin, num_keys, tile_mask, capped)
-    top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
-    with k.loop(begin, num_keys, g.rows) as j:
-        tile = [[capped(x) for x in row] for row in micro.score_tile(k, g, s["k"], j, transposed, start and start(j))]
-        target = s["p"].at(j * g.queries)
+    def finish(self, group, out, lse, t, last) -> None:
+        """out (HeadRows) = acc / sum of the group's queries, transposed through s["out"], and lse (T) = maximum * softmax_scale +
+        ln(sum), None: not stored."""
+        k, g, s = self.k, self.g, self.s
+        stats = s["stats"].at(group * (2 * g.queries))
+        count = k.min(last - t, g.queries)
+        total = [stats.load(g.queries + v * g.lanes) for v in range(g.vectors)]
+        micro.transpose_accumulator(k, g, self._accumulator(group), s["out"], [1.0 / x for x in total])
+        micro.unpack_tile(k, g, s["out"], count, out.start(t), 1.0)
+        if lse is not None:
+            for v in range(g.vectors):
+                value = k.fma(stats.load(v * g.lanes), self.softmax_scale, ln(k, total[v]))
+                lse.at(t).store(value, v * g.lanes, k.mask_first(count - v * g.lanes))
 
-        partly_masked, make_mask = tile_mask(j)  # i1, and what emits the mask
-        with k.when(partly_masked):
-            is_visible = make_mask()
-            masked = [[k.select(is_visible(r, v), x, float("-inf")) for v, x in enumerate(row)] for r, row in enumerate(tile)]
-            store_scores(k, g, masked, target, top)
-        with k.otherwise(partly_masked):
-            store_scores(k, g, tile, target, top)
-    return [t.value for t in top]
+    def _scores(self, queries, begin, num_keys, tile_mask: micro.TileMask, start: Start | None) -> list[Value]:
+        """s["p"] = capped(K Q^T + start) of the keys [begin, num_keys), in tiles of g.rows keys; -infinity where a query does not
+        see a key. Returns each query's largest score, g.vectors vectors."""
+        k, g, s = self.k, self.g, self.s
+        if g.tiles:
+            assert start is None
+            return score_key_block_amx(k, g, s, queries, begin, num_keys, tile_mask, self.capped)
+        top = [k.var_vec(float("-inf")) for _ in range(g.vectors)]
 
+        def store_tile(tile, target) -> None:
+            """Store the scores of a tile [key][vector], and update each query's maximum."""
+            for v in range(g.vectors):
+                best = top[v].value
+                for r, row in enumerate(tile):
+                    target.store(row[v], r * g.queries + v * g.lanes)
+                    best = k.max(row[v], best)
+                top[v].value = best
 
-def store_scores(k, g, tile, target, top) -> None:
-    """Store a register tile of scores [key][vector] to target [key][g.queries] fp32; update each query's maximum `top`."""
-    for v in range(g.vectors):
-        best = top[v].value
-        for r, row in enumerate(tile):
-            target.store(row[v], r * g.queries + v * g.lanes)
-            best = k.max(row[v], best)
-        top[v].value = best
+        with k.loop(begin, num_keys, g.rows) as j:
+            scores = micro.score_tile(k, g, s["k"], j, queries, start and start(j))
+            tile = [[self.capped(x) for x in row] for row in scores]
+            target = s["p"].at(j * g.queries)
+            partly_masked, make_mask = tile_mask(j)  # i1, and what emits the mask
+            with k.when(partly_masked):
+                is_visible = make_mask()
+                masked = [[k.select(is_visible(r, v), x, float("-inf")) for v, x in enumerate(row)] for r, row in enumerate(tile)]
+                store_tile(masked, target)
+            with k.otherwise(partly_masked):
+                store_tile(tile, target)
+        return [t.value for t in top]
 
-
-def probabilities(k, g, s, stats, softmax_scale_log2, begin, num_keys, dropout: bool) -> None:
-    """The exponentials of the online softmax: s["p"], scores [key][g.queries] fp32 on entry, becomes exp2((scores - maximum) *
-    softmax_scale_log2) of the keys [begin, num_keys) in units along the keys, in place, with `dropout` times s["keep"]. `stats`
-    [maximum, sum][g.queries] fp32: sum = s["alpha"] * sum + the probabilities before dropout."""
-    # The constants of exp2 fill most of 16 registers: there one vector of queries at a time, with nothing else alive.
-    vectors_at_once = g.vectors if k.isa.registers == 32 else 1
-    for first in range(0, g.vectors, vectors_at_once):
-        lanes = range(first, first + vectors_at_once)
-        shift = {v: stats.load(v * g.lanes) * -softmax_scale_log2 for v in lanes}
-        sums = {v: k.var_vec(0.0) for v in lanes}
-        with k.loop(begin, num_keys, g.pair) as j:
-            rows = [s["p"].at((j + i) * g.queries) for i in range(g.pair)]  # scores of a pair of keys
-            target = s["p"].at(j // g.pair * g.queries)  # never behind what is read next
+    def _exponentials(self, stats, begin, num_keys, dropout: bool) -> None:
+        """s["p"] = exp2((scores - maximum) * softmax_scale_log2) of the keys [begin, num_keys), in place, with `dropout` times
+        s["keep"]; the group's sum in `stats` [maximum, sum][queries] = alpha * sum + these before dropout."""
+        k, g, s, scale = self.k, self.g, self.s, self.softmax_scale_log2
+        # The constants of exp2 fill most of 16 registers: there one vector of queries at a time, with nothing else alive.
+        vectors_at_once = g.vectors if k.isa.registers == 32 else 1
+        for first in range(0, g.vectors, vectors_at_once):
+            lanes = range(first, first + vectors_at_once)
+            shift = {v: stats.load(v * g.lanes) * -scale for v in lanes}
+            sums = {v: k.var_vec(0.0) for v in lanes}
+            with k.loop(begin, num_keys, g.pair) as j:
+                rows = [s["p"].at((j + i) * g.queries) for i in range(g.pair)]  # scores of a pair of keys
+                target = s["p"].at(j // g.pair * g.queries)  # never behind what is read next
+                for v in lanes:
+                    p = [micro.exp2_nonpositive(k, g, k.fma(row.load(v * g.lanes), scale, shift[v])) for row in rows]
+                    for x in p:
+                        sums[v].value = sums[v].value + x
+                    if dropout:
+                        p = [x * s["keep"].at((j + i) * g.queries).load(v * g.lanes) for i, x in enumerate(p)]
+                    target.store(micro.pack_units(k, g, *p, *[None] * (2 - g.pair)), v * g.lanes)
             for v in lanes:
-                p = [micro.exp2_nonpositive(k, g, k.fma(row.load(v * g.lanes), softmax_scale_log2, shift[v])) for row in rows]
-                for x in p:
-                    sums[v].value = sums[v].value + x
-                if dropout:
-                    p = [x * s["keep"].at((j + i) * g.queries).load(v * g.lanes) for i, x in enumerate(p)]
-                target.store(micro.pack_units(k, g, *p, *[None] * (2 - g.pair)), v * g.lanes)
-        for v in lanes:
-            old = stats.load(g.queries + v * g.lanes)
-            stats.store(k.fma(old, s["alpha"].load(v * g.lanes), sums[v].value), g.queries + v * g.lanes)
+                old = stats.load(g.queries + v * g.lanes)
+                stats.store(k.fma(old, s["alpha"].load(v * g.lanes), sums[v].value), g.queries + v * g.lanes)
 
 
 # --- training and evaluation ---
@@ -218,22 +255,25 @@ def attention(k, out, lse, q, keys, values, starts, stream, *, batch, seq, heads
     `rate` by random stream number `stream`, and documents: `starts` (B, T) i32, the first position of each token's document, or
     None. A work item is a block of queries of a head, the longest first. `batch`, `seq`: numbers or names of run-time scalars;
     `strides`: from a row of q, keys and values to the next, in elements."""
-    g, T = micro.Geometry.of(k.isa, q.dtype, D), mask_spec.length(k, seq)
+    g = micro.Geometry.of(k.isa, q.dtype, D)
+    T = mask_spec.length(k, seq)
     block, blocks = select_query_block(k, g, k.size(batch) * heads, T)  # queries of an item, items of a head
-    dropout = micro.Dropout(rate, stream, heads) if rate else None
     with amx.tile_registers(k, g.tiles), k.parallel_for(k.size(batch) * heads * blocks) as item:
-        sequence, head = item // (blocks * heads), item // blocks % heads
+        sequence = item // (blocks * heads)
+        head = item // blocks % heads
         first = (blocks - 1 - item % blocks) * block  # its first query; longest first, for load balance
-        token, counts = sequence * T, (heads, kv_heads, kv_heads)
+        token = sequence * T
         q_rows, k_rows, v_rows = (
             mask_spec.rows(p, token, micro.kv_head_of(head, heads, n), D=D, heads=n, stride=stride)
-            for p, n, stride in zip((q, keys, values), counts, strides, strict=True)
+            for p, n, stride in zip((q, keys, values), (heads, kv_heads, kv_heads), strides, strict=True)
         )
         dst = mask_spec.rows(out, token, head, D=D, heads=heads, stride=mask_spec.fold * heads * D)
-        attend_queries(k, g, q_rows, k_rows, v_rows, dst, lse.at((sequence * heads + head) * T), first, last=k.min(first + block,
-            T), pos=k.int(0), dropout=dropout, head=head, sample_key=dropout.key(k, sequence) if dropout else None,
-            mask_spec=mask_spec, key_range=KeyRange.of(k, mask_spec, T, starts, sequence),
-            length=None if mask_spec.causal else T)  # fmt: skip
+        lse_row = lse.at((sequence * heads + head) * T)
+        query_block = QueryBlock(q_rows, k_rows, v_rows, dst, lse_row, first, last=k.min(first + block, T), pos=k.int(0))
+        dropout = micro.Dropout.of(k, rate, stream, heads, sequence, head)
+        key_range = KeyRange.of(k, mask_spec, T, starts, sequence)
+        length = None if mask_spec.causal else T
+        attend_queries(k, g, query_block, mask_spec, key_range=key_range, length=length, dropout=dropout)
 
 
 @lowering("attention", views="q k v", also={"starts": "i32"})
@@ -285,31 +325,36 @@ def attention_cached(k, out, q, k_cache, v_cache, positions, slots, *, batch, se
     `stride`: of q's rows. T = 1 takes a kernel of its own; with `exact` one that gives a query the bits that it has among several,
     and AMX tiles are not used, because they add in an order of their own."""
     g = micro.Geometry.of(k.isa, q.dtype, D, tiles=not exact)
-    C, T, first_positions = kv_heads * D, k.size(seq), k.scalar("pos") if positions is None else positions
+    C = kv_heads * D
+    T = k.size(seq)
+    first_positions = k.scalar("pos") if positions is None else positions
     block, blocks = select_query_block(k, g, k.size(batch) * heads, T)
+    has_one_query_kernel = not exact or g.pair == 1 or D % 2 == 0  # an odd D: a row's last bf16 pair is half the next row's
     with amx.tile_registers(k, g.tiles), k.parallel_for(k.size(batch) * heads * blocks) as item:
-        sequence, head = item // (blocks * heads), item // blocks % heads
-        first, kv_head = item % blocks * block, micro.kv_head_of(head, heads, kv_heads)
-        queries, dst = (micro.HeadRows.of(p, sequence * T, head, D=D, stride=n) for p, n in ((q, stride), (out, heads * D)))
+        sequence = item // (blocks * heads)
+        head = item // blocks % heads
+        first = item % blocks * block
+        kv_head = micro.kv_head_of(head, heads, kv_heads)
+        queries = micro.HeadRows.of(q, sequence * T, head, D=D, stride=stride)
+        dst = micro.HeadRows.of(out, sequence * T, head, D=D, stride=heads * D)
         cache_row, pos = cache_row_of(k, sequence, T, first_positions, slots, length)
-        cached = [micro.HeadRows.of(cache, cache_row * length, kv_head, D=D, stride=C) for cache in (k_cache, v_cache)]
+        keys, values = (micro.HeadRows.of(p, cache_row * length, kv_head, D=D, stride=C) for p in (k_cache, v_cache))
         is_one_query = T.equals(1)  # at run time: both kernels are emitted
-        begin = None if mask_spec.window is None else k.max(pos - mask_spec.window, 0)
-        one_query_kernel = not exact or g.pair == 1 or D % 2 == 0  # an odd D: a row's last bf16 pair is half the next row's
-        if one_query_kernel:
+        begin = None if mask_spec.window is None else k.max(pos - mask_spec.window, 0)  # the first key that query 0 sees
+
+        if has_one_query_kernel:
             with k.when(is_one_query):
                 if exact:
-                    attend_one_query_exactly(k, g, queries, *cached, dst.pointer, begin, pos + 1, mask_spec)
+                    attend_one_query_exactly(k, g, queries, keys, values, dst.pointer, begin, pos + 1, mask_spec)
+                elif begin is None:
+                    attend_one_query(k, D, queries.pointer, keys, values, dst.pointer, pos + 1, mask_spec)
                 else:
-                    visible = cached if begin is None else [rows.start(begin) for rows in cached]
-                    count = pos + 1 if begin is None else pos + 1 - begin
-                    attend_one_query(k, D, queries.pointer, *visible, dst.pointer, count, mask_spec)
-        with k.otherwise(is_one_query) if one_query_kernel else nullcontext():
-            last = k.min(first + block, T)
+                    visible_keys, visible_values = keys.start(begin), values.start(begin)
+                    attend_one_query(k, D, queries.pointer, visible_keys, visible_values, dst.pointer, pos + 1 - begin, mask_spec)
+        with k.otherwise(is_one_query) if has_one_query_kernel else nullcontext():
+            query_block = QueryBlock(queries, keys, values, dst, None, first, k.min(first + block, T), pos)
             key_range = None if mask_spec.window is None else KeyRange.of(k, mask_spec, pos + T, None, sequence)
-            attend_queries(
-                k, g, queries, *cached, dst, None, first, last, pos, mask_spec=mask_spec, key_range=key_range, cached=True
-            )
+            attend_queries(k, g, query_block, mask_spec, key_range=key_range, cached=True)
 
 
 def attend_one_query(k, D: int, q, keys, values, out, count, mask_spec: MaskSpec) -> None:
@@ -318,37 +363,49 @@ def attend_one_query(k, D: int, q, keys, values, out, count, mask_spec: MaskSpec
     place of them, the weighted sum of the values."""
     scratch = k.thread_scratch("fp32")
     columns = k.columns(D)
-    cap = mask_spec.softcap
-    score_factor = mask_spec.score_scale(k, D, 1 / cap) if cap else mask_spec.softmax_scale_log2(k, D)
-    query = [q.load(c, mask) * score_factor for c, mask in columns]
-    g = micro.Geometry.of(k.isa, "fp32", D)
-    top = k.var_vec(float("-inf"))
-    with k.loop(0, count, k.lanes) as j:
-        scores = []
-        for i in range(k.lanes):
-            row = keys[k.min(j + i, count - 1)]
-            score = query[0] * row.load(*columns[0])
-            for x, (c, mask) in zip(query[1:], columns[1:], strict=True):
-                score = k.fma(x, row.load(c, mask), score)
-            scores.append(score)
-        exists, sums = k.mask_first(count - j), lane_sums(k, scores)
-        s = k.select(exists, tanh(k, sums) * (cap * log2(e)) if cap else sums, float("-inf"))
-        top.value = k.max(s, top.value)
-        scratch.store(s, j)
-    highest = k.splat(k.maximum(top.value))
-    total = k.var_vec(0.0)
+    highest = one_query_scores(k, scratch, q, keys, count, mask_spec, D)
+
+    g = micro.Geometry.of(k.isa, "fp32", D)  # says how exact the exponentials have to be
+    total = k.var_vec(0.0)  # of the probabilities, lane by lane
     with k.loop(0, count, k.lanes) as j:
         p = micro.exp2_nonpositive(k, g, scratch.load(j) - highest)
         total.value = total.value + p
         scratch.store(p, j)
+
     acc = [k.var_vec(0.0) for _ in columns]
     with k.loop(0, count) as j:
-        p, row = k.splat(scratch.get(j)), values[j]
+        p = k.splat(scratch.get(j))
+        row = values[j]
         for a, (c, mask) in zip(acc, columns, strict=True):
             a.value = k.fma(p, row.load(c, mask), a.value)
     scale = k.splat(k.float(1.0) / k.sum(total.value))
     for a, (c, mask) in zip(acc, columns, strict=True):
         out.store(a.value * scale, c, mask)
+
+
+def one_query_scores(k, scores, q, keys, count, mask_spec: MaskSpec, D: int) -> Value:
+    """scores (count) fp32 = q K^T of one query q (D) and `count` keys (HeadRows), scaled so that exp2 of them is the softmax's
+    exponential, and -infinity up to the next vector. Returns the largest in all lanes."""
+    columns = k.columns(D)
+    cap = mask_spec.softcap
+    factor = mask_spec.score_scale(k, D, 1 / cap) if cap else mask_spec.softmax_scale_log2(k, D)
+    query = [q.load(c, mask) * factor for c, mask in columns]
+    top = k.var_vec(float("-inf"))
+    with k.loop(0, count, k.lanes) as j:
+        products = []  # of a vector of keys each, whose lanes are to be added
+        for i in range(k.lanes):
+            row = keys[k.min(j + i, count - 1)]
+            product = query[0] * row.load(*columns[0])
+            for x, (c, mask) in zip(query[1:], columns[1:], strict=True):
+                product = k.fma(x, row.load(c, mask), product)
+            products.append(product)
+        exists = k.mask_first(count - j)
+        sums = lane_sums(k, products)
+        capped = tanh(k, sums) * (cap * log2(e)) if cap else sums
+        score = k.select(exists, capped, float("-inf"))
+        top.value = k.max(score, top.value)
+        scores.store(score, j)
+    return k.splat(k.maximum(top.value))
 
 
 def lane_sums(k, vectors) -> Value:

@@ -423,26 +423,31 @@ def tile_mask(k, g, position, key_bounds: KeyBounds | None, length, j0, j) -> tu
 
 @dataclass(frozen=True)
 class Dropout:
-    """Multipliers of a block of probabilities, [key][g.queries] fp32: 0 with probability `rate`, else 1 / (1 - rate), by the random
-    words that `program/ops/pointwise/random.py` defines. `stream`: the number of the random stream; `heads`: query heads."""
+    """Dropout of the probabilities of a query head, number `head` of `heads`, of one sequence: 0 with probability `rate`, else 1 /
+    (1 - rate), by the random words that `program/ops/pointwise/random.py` defines. `key`: of the generator threefry for this
+    sequence and step, two i32 in all lanes."""
 
     rate: float
-    stream: Value
+    key: tuple[Value, Value]
+    head: Value
     heads: int
 
-    def key(self, k, sample) -> tuple[Value, Value]:
-        """The threefry key of a sequence in this step, two i32 in all lanes."""
-        first, second = sample_key(k, k.scalar("seed"), k.scalar("step"), k.scalar("sample") + sample, self.stream)
-        return k.splat(first), k.splat(second)
+    @classmethod
+    def of(cls, k, rate: float, stream, heads: int, sequence, head) -> Dropout | None:
+        """None with a rate of 0; `stream`: the number of the random stream."""
+        if not rate:
+            return None
+        first, second = sample_key(k, k.scalar("seed"), k.scalar("step"), k.scalar("sample") + sequence, stream)
+        return cls(rate, (k.splat(first), k.splat(second)), head, heads)
 
-    def fill(self, k, g, dst, key, head, query, first, count) -> None:
+    def fill(self, k, g, dst, query, first, count) -> None:
         """dst [key][g.queries] fp32 = multipliers 0 or 1 / (1 - rate) of the keys [first, first + count) for the queries from
-        `query` on, by `key` and the query head. `first`: a multiple of 32 = 2 HALF, for threefry gives words of keys HALF apart."""
+        `query` on. `first`: a multiple of 32 = 2 HALF, for threefry gives words of keys HALF apart."""
         # Number of (query, head), in lanes.
-        rows = [k.splat((query + v * g.lanes) * self.heads + head) + k.iota() * self.heads for v in range(g.vectors)]
+        rows = [k.splat((query + v * g.lanes) * self.heads + self.head) + k.iota() * self.heads for v in range(g.vectors)]
         with k.loop(0, count, 2 * HALF) as block, k.loop(0, HALF) as i:
             call = k.splat(((first + block) >> 1) + i)  # call number of the generator
             target = dst.at((block + i) * g.queries)
             for v, row in enumerate(rows):
-                for half, word in enumerate(threefry(k, key[0], key[1], call, row)):
+                for half, word in enumerate(threefry(k, *self.key, call, row)):
                     target.store(keep(k, word, self.rate), half * HALF * g.queries + v * g.lanes)

@@ -12,7 +12,7 @@ from typing import Any
 
 from barellm.cpu.kernel import ISA, KernelBuilder, Lowering, Op, Pointer, Value, lowering, weight_operand
 from barellm.cpu.kernels.attention import attention_microkernels as micro
-from barellm.cpu.kernels.attention.attention_forward import finish_softmax, init_softmax, online_softmax_step
+from barellm.cpu.kernels.attention.attention_forward import OnlineSoftmax
 from barellm.cpu.kernels.attention.attention_mask import LOWEST, PLAIN
 from barellm.cpu.kernels.attention.relative_position_bias import Distances, RelativePositionBias, forward_units
 from barellm.cpu.kernels.gemm import amx
@@ -110,25 +110,27 @@ def block_sparse_attention(k, out, lse, q, keys, values, rows, masks, relative, 
     item is a block of queries: pack Q, then for as many listed blocks as fit into KEY_BLOCK rows gather K and V and do one step of
     the online softmax for each group of queries. `block`: queries or keys of a block; `lists`, `entries`: sizes of the table;
     `distances`: first and last that have a bias, or None."""
-    g, T = geometry(k.isa, q.dtype, D, block, tiles=relative is None), k.size(seq)
+    g = geometry(k.isa, q.dtype, D, block, tiles=relative is None)
+    T = k.size(seq)
     s = micro.blocks_of(k, scratch_units(g, block, distances))
-    softmax_scale, softmax_scale_log2 = PLAIN.softmax_scale(k, D), PLAIN.softmax_scale_log2(k, D)
-    table, blocks = BlockTable(k, rows, masks, block, lists, entries), k.ceil_div(T, block)
-    counts = (heads, kv_heads, kv_heads)
+    softmax = OnlineSoftmax(k, g, s, PLAIN)
+    table = BlockTable(k, rows, masks, block, lists, entries)
+    blocks = k.ceil_div(T, block)  # of queries, of a head
     with amx.tile_registers(k, g.tiles), k.parallel_for(k.size(batch) * heads * blocks) as item:
-        sequence, head = item // (blocks * heads), item // blocks % heads
+        sequence = item // (blocks * heads)
+        head = item // blocks % heads
         row = blocks - 1 - item % blocks  # longest first in a causal layout
         first = row * block  # queries [first, last)
         last = k.min(first + block, T)
         token = sequence * T
         q_rows, k_rows, v_rows = (
             micro.HeadRows.of(p, token, micro.kv_head_of(head, heads, n), D=D, stride=stride)
-            for p, n, stride in zip((q, keys, values), counts, strides, strict=True)
+            for p, n, stride in zip((q, keys, values), (heads, kv_heads, kv_heads), strides, strict=True)
         )
         dst = micro.HeadRows.of(out, token, head, D=D, stride=heads * D)
         bias = relative_bias_of(k, g, s, block, relative, head, heads, distances)
         with k.loop(first, last, g.queries) as t:
-            init_softmax(k, g, s, q_rows, t, last, (t - first) // g.queries, LOWEST)
+            softmax.begin((t - first) // g.queries, q_rows, t, last, LOWEST)
         begin, end = table.entries_of(head * (lists // heads) + row)  # the row's blocks of keys
         with k.loop(begin, end, blocks_per_pack(block)) as entry:
             num_blocks = k.min(end - entry, blocks_per_pack(block))
@@ -142,19 +144,18 @@ def block_sparse_attention(k, out, lse, q, keys, values, rows, masks, relative, 
                 with bias.for_each_near(num_blocks, block_distance) as (between, i):
                     bias.pack_tile(between, i)
             with k.loop(first, last, g.queries) as t:
+                group = (t - first) // g.queries
+                if bias:
+                    with bias.for_each_near(num_blocks, block_distance) as (between, i):
+                        bias.bias_of_queries(between, i, t - first, softmax.queries_of(group))
+                start = bias and partial(bias.start, block_distance)
 
                 def tile_mask(j, entry=entry, t=t) -> Any:
                     return table.tile_mask(g, entry, t - first, j)
 
-                group = (t - first) // g.queries
-                if bias:
-                    with bias.for_each_near(num_blocks, block_distance) as (between, i):
-                        bias.bias_of_queries(between, i, t - first, s["q"].at(group * g.transposed_units))
-                start = bias and partial(bias.start, block_distance)
-                online_softmax_step(k, g, s, group, v_block, 0, num_blocks * block, softmax_scale_log2, tile_mask, start=start)
+                softmax.add_keys(group, v_block, 0, num_blocks * block, tile_mask, start=start)
         with k.loop(first, last, g.queries) as t:
-            group = (t - first) // g.queries
-            finish_softmax(k, g, s, dst, lse.at((sequence * heads + head) * T), t, last, group, softmax_scale)
+            softmax.finish((t - first) // g.queries, dst, lse.at((sequence * heads + head) * T), t, last)
 
 
 def shape_of(op: Op) -> dict[str, Any]:
