@@ -19,7 +19,7 @@ from typing import Any
 
 from barellm.cpu.kernel import Lowering, Op, Value, lowering, part
 from barellm.cpu.kernels.attention import attention_microkernels as micro
-from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead, query_heads, scratch_units
+from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead, ends_of_group, query_heads, scratch_units
 from barellm.cpu.kernels.attention.attention_backward_windowed import CHUNK, attention_backward_windowed
 from barellm.cpu.kernels.attention.attention_mask import dense_constants
 from barellm.cpu.kernels.attention.attention_single_block import attention_backward_single_block, backward_units, fits_single_block
@@ -57,34 +57,37 @@ def attention_backward_dkdv(k, dq, dkeys, dvalues, q, keys, values, dout, lse, d
     s["dv"], the last stores them. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v, dq, dk, dv; `starts`,
     `stream`: as in attention_forward.attention."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
-    T, count = shape["mask_spec"].length(k, shape["seq"]), k.size(batch) * kv_heads  # heads of keys
+    group = heads // kv_heads  # query heads that share a head of keys
+    T = shape["mask_spec"].length(k, shape["seq"])
+    count = k.size(batch) * kv_heads  # heads of keys
     is_one_pass = use_one_pass(k, count)
     enough = count * k.ceil_div(T, micro.KEY_BLOCK) >= k.threads * 4  # work items for all threads
-    step = k.select(is_one_pass | enough, k.int(micro.KEY_BLOCK), SMALL_KEY_BLOCK)
+    step = k.select(is_one_pass | enough, k.int(micro.KEY_BLOCK), SMALL_KEY_BLOCK)  # keys of a block
     blocks = k.ceil_div(T, step)
-    add = [k.keep(mode) for mode in modes]  # i1, or None: never
+    add_dq, *add_dkdv = (k.keep(mode) for mode in modes)  # i1, or None: never
     per_head = k.select(is_one_pass, k.int(1), blocks)  # work items of a head of keys
-    group = heads // kv_heads
     with amx.tile_registers(k, micro.Geometry.of(k.isa, q.dtype, D).tiles), k.parallel_for(count * per_head) as item:
-        index, position = item // per_head, item % per_head  # head of keys over all sequences; block of keys
+        index = item // per_head  # of the head of keys, over all sequences
+        position = item % per_head
         # The first block is the longest: long and short ones alternate, for a thread's items are adjacent.
         start = k.select((position & 1).equals(0), position >> 1, per_head - 1 - (position >> 1))
         stop = k.select(is_one_pass, blocks, start + 1)  # blocks [start, stop)
         with query_heads(k, group) as group_index:
-            h = BackwardHead(k, operands, index // kv_heads, index % kv_heads * group + group_index, heads=heads, kv_heads=kv_heads,
-                D=D, **shape)  # fmt: skip
+            sequence = index // kv_heads
+            head = index % kv_heads * group + group_index
+            h = BackwardHead(k, operands, sequence, head, heads=heads, kv_heads=kv_heads, D=D, **shape)
             g, s = h.g, h.s
-            is_first, is_last = (None, None) if group == 1 else (group_index.equals(0), group_index.equals(group - 1))
+            is_first, is_last = ends_of_group(group, group_index)
             with k.when(is_one_pass):
                 micro.clear(k, s["dq"], k.ceil_div(T, g.queries) * (g.acc_rows * g.queries))
             with k.loop(start, stop) as block:
                 j0 = block * step  # first key
-                dk, dv = (
-                    s[name] if group == 1 else s[name].at((block - start) * (micro.KEY_BLOCK * g.padded_D)) for name in ("dk", "dv")
-                )
-                add_key_block(k, h, T, j0, step, dk, dv, (add[1], add[2]), is_one_pass, is_first, is_last)
+                dk, dv = s["dk"], s["dv"]
+                if group > 1:  # the sums of all blocks wait for the group's other heads
+                    dk, dv = (acc.at((block - start) * (micro.KEY_BLOCK * g.padded_D)) for acc in (dk, dv))
+                add_key_block(k, h, T, j0, step, dk, dv, add_dkdv, is_one_pass, is_first, is_last)
             with k.when(is_one_pass), k.loop(0, T, g.queries) as t:
-                h.store_dq(t, s["dq"].at(t * g.acc_rows), add[0])
+                h.store_dq(t, s["dq"].at(t * g.acc_rows), add_dq)
 
 
 def add_key_block(k, h: BackwardHead, T, j0, step, dk, dv, add, is_one_pass, is_first, is_last) -> None:
@@ -114,7 +117,8 @@ def attention_backward_dq(k, dq, dkeys, dvalues, q, keys, values, dout, lse, del
     """The kernel: dq (B, T, heads * D), unless one pass did: then there are no items. A work item is a group of queries of a head,
     which accumulates dQ^T in s["dq"] over all blocks of keys. Parameters as in `attention_backward_dkdv`."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
-    T, sequences = shape["mask_spec"].length(k, shape["seq"]), k.size(batch)
+    T = shape["mask_spec"].length(k, shape["seq"])
+    sequences = k.size(batch)
     geometry = micro.Geometry.of(k.isa, q.dtype, D)
     queries = geometry.queries
     blocks = k.ceil_div(T, queries)

@@ -50,27 +50,38 @@ def query_heads(k, group: int) -> Iterator[Value]:
         yield index
 
 
+def ends_of_group(group: int, index) -> tuple[Value, Value] | tuple[None, None]:
+    """(is_first, is_last), i1, of the query head `index` of its group; None for a group of one head, which is both."""
+    return (None, None) if group == 1 else (index.equals(0), index.equals(group - 1))
+
+
 Operands = tuple[Any, ...]  # q, keys, values, their gradients, dout, lse, delta, starts: pointers; stream
 
 
 class BackwardHead:
-    """One head of one sequence in a backward pass: its rows in memory (`q`, `keys`, `values`, `dq`, `dk`, `dv`, `dout`: HeadRows),
-    `lse` and `delta` [T] fp32, its scratch blocks `s` (`scratch_units`), and the steps of the pass on them."""
+    """One query head of one sequence in a backward pass, and the steps of the pass on it. Attributes beside `k` and `g`:
+
+    q, dq, dout, keys, values, dk, dv   the rows in memory (HeadRows) of the query head, and of its head of keys
+    lse, delta                          [T] fp32, of the forward pass and of attention_delta; T: positions of the sequence
+    score_scale, softmax_scale_log2     the factor of q k^T, and the factor of the exponent times log2(e)
+    mask_spec, key_range, length        the mask; windows or documents, else None; keys of full attention, None: causal
+    dropout                             None: no dropout
+    s                                   its blocks in scratch by name (`scratch_units`)"""
 
     def __init__(self, k, operands: Operands, sequence, head, *, seq, heads, kv_heads, D, strides, rate, length,
             mask_spec: attention_mask.MaskSpec) -> None:  # fmt: skip
-        """Find the rows of query head `head` of sequence number `sequence`, and of its head of keys. `operands`: the kernel's;
-        `strides`: of q, k, v, dq, dk, dv; `rate` of dropout; `length`: queries whose dq accumulates in scratch. Attributes: `g`,
-        geometry; `score_scale`, `softmax_scale_log2` (times log2(e)); `self.length`: keys that every query sees, None: causal;
-        `key_range`: windows or documents, else None; `key`: dropout's random key."""
+        """Find the rows of query head `head` of sequence number `sequence`. `operands`: the kernel's; `strides`: of q, k, v, dq,
+        dk, dv; `rate` of dropout; `length`: queries whose dq accumulates in scratch."""
         q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream = operands
-        self.k, self.g = k, self.geometry(k.isa, q.dtype, D)
+        self.k = k
+        self.g = self.geometry(k.isa, q.dtype, D)
         self.mask_spec = mask_spec
-        self.score_scale, self.softmax_scale_log2 = mask_spec.score_scale(k, D), mask_spec.softmax_scale_log2(k, D)
-        self.T, self.head = mask_spec.length(k, seq), head
-        self.length = None if mask_spec.causal else self.T  # the keys that every query sees
-        token, counts = sequence * self.T, 2 * (heads, kv_heads, kv_heads)  # first row; heads of each tensor
-        tensors = zip((q, keys, values, dq, dkeys, dvalues), counts, strides, strict=True)
+        self.score_scale = mask_spec.score_scale(k, D)
+        self.softmax_scale_log2 = mask_spec.softmax_scale_log2(k, D)
+        self.T = mask_spec.length(k, seq)
+        self.length = None if mask_spec.causal else self.T
+        token = sequence * self.T  # the sequence's first row
+        tensors = zip((q, keys, values, dq, dkeys, dvalues), 2 * (heads, kv_heads, kv_heads), strides, strict=True)
         rows = [mask_spec.rows(p, token, micro.kv_head_of(head, heads, n), D=D, heads=n, stride=stride) for p, n, stride in tensors]
         self.q, self.keys, self.values, self.dq, self.dk, self.dv = rows
         self.dout = mask_spec.rows(dout, token, head, D=D, heads=heads, stride=mask_spec.fold * heads * D)
@@ -183,23 +194,26 @@ class BackwardHead:
         with k.loop(begin, num_keys, g.rows) as j:
             micro.score_tile_amx(k, g, s["k_rows"], j, s["q_transposed"], s["p_tile"])
             micro.score_tile_amx(k, g, s["v_rows"], j, s["do_transposed"], s["dp_tile"])
-            # P and dS of keys j + r and j + r + 1, rows r and r + 1 of the tiles.
             for r, is_visible in attention_amx.row_pairs(k, g, *self.tile_mask(j0 + j, t, key_bounds)):
-                ds: list[list[Value]] = []
-                for i in (r, r + 1):
-                    row_offset = i * g.queries
-                    p, scores = [], []
-                    for v in range(g.vectors):
-                        scores.append(self.mask_spec.capped(k, s["p_tile"].load(row_offset + v * g.lanes), g.D))
-                        p.append(micro.exp2_nonpositive(k, g, k.fma(scores[v], self.softmax_scale_log2, shift[v])))
-                    if is_visible is not None:
-                        p = [k.select(is_visible(i, v), x, 0.0) for v, x in enumerate(p)]
-                    dp = [s["dp_tile"].load(row_offset + v * g.lanes) for v in range(g.vectors)]
-                    slopes = (1.0 - y * y for y in scores)  # a softcap's: 1 - tanh^2
-                    ds.append(self._ds_of_key(j, i, p, dp, delta, slopes, for_dkdv=for_dkdv))
+                # dS of the keys j + r and j + r + 1, which are stored as pairs.
+                ds = [self._ds_of_tile_row(j, i, is_visible, shift, delta, for_dkdv=for_dkdv) for i in (r, r + 1)]
                 for v in range(g.vectors):
                     vnni = micro.pack_units(k, g, ds[0][v], ds[1][v])
                     s["ds_vnni"].store(vnni, ((j + r) >> 1) * g.queries + v * g.lanes)
+
+    def _ds_of_tile_row(self, j, r, is_visible: micro.LaneMask | None, shift, delta, *, for_dkdv: bool) -> list[Value]:
+        """`_ds_of_key` of row r of the tiles of scores and dP in memory; 0 where not `is_visible` (None: all are)."""
+        k, g, s = self.k, self.g, self.s
+        row_offset = r * g.queries
+        p, scores = [], []
+        for v in range(g.vectors):
+            scores.append(self.mask_spec.capped(k, s["p_tile"].load(row_offset + v * g.lanes), g.D))
+            p.append(micro.exp2_nonpositive(k, g, k.fma(scores[v], self.softmax_scale_log2, shift[v])))
+        if is_visible is not None:
+            p = [k.select(is_visible(r, v), x, 0.0) for v, x in enumerate(p)]
+        dp = [s["dp_tile"].load(row_offset + v * g.lanes) for v in range(g.vectors)]
+        slopes = (1.0 - y * y for y in scores)  # a softcap's: 1 - tanh^2
+        return self._ds_of_key(j, r, p, dp, delta, slopes, for_dkdv=for_dkdv)
 
     def _probability_tile(self, j, key, t, shift, key_bounds: micro.KeyBounds | None) -> None:
         """s["p_tile"] [g.rows][g.queries] fp32 = P = exp2(S * softmax_scale_log2 + shift) of the tile from packed row j on, whose

@@ -11,7 +11,7 @@ Every sum runs over the same blocks in the same order wherever chunks end, so th
 from typing import Any
 
 from barellm.cpu.kernel import Value
-from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead, query_heads
+from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead, ends_of_group, query_heads
 from barellm.cpu.kernels.attention.attention_mask import MaskSpec
 from barellm.cpu.kernels.attention.attention_microkernels import KEY_BLOCK, Geometry, clear, pack_left, round_up
 from barellm.cpu.kernels.gemm import amx
@@ -46,24 +46,29 @@ def attention_backward_windowed(k, dq, dkeys, dvalues, q, keys, values, dout, ls
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
     size_constants: dict[str, Any] = {"seq": seq, "heads": heads, "kv_heads": kv_heads, "D": D, "mask_spec": mask_spec,
         **shape}  # fmt: skip
-    T, count = mask_spec.length(k, seq), k.size(batch) * kv_heads
+    group = heads // kv_heads  # query heads that share a head of keys
+    T = mask_spec.length(k, seq)
+    count = k.size(batch) * kv_heads  # heads of keys
     blocks = k.ceil_div(T, KEY_BLOCK)
     num_chunks = select_chunk_count(k, count, blocks, mask_spec)
-    chunk_blocks, group = k.ceil_div(blocks, num_chunks), heads // kv_heads
-    add = [k.keep(mode) for mode in modes]
+    chunk_blocks = k.ceil_div(blocks, num_chunks)
+    add_dq, *add_dkdv = (k.keep(mode) for mode in modes)  # i1, or None: never
     with (
         amx.tile_registers(k, Geometry.of(k.isa, q.dtype, D).tiles),
         k.parallel_for(count * k.ceil_div(blocks, chunk_blocks)) as item,
     ):
         per_head = k.ceil_div(blocks, chunk_blocks)
-        index, first_block = item // per_head, item % per_head * chunk_blocks  # a head of keys, the chunk's first block
-        first, stop = first_block * KEY_BLOCK, k.min((first_block + chunk_blocks) * KEY_BLOCK, T)  # positions of the chunk
+        index = item // per_head  # of the head of keys, over all sequences
+        first_block = item % per_head * chunk_blocks
+        first = first_block * KEY_BLOCK  # positions [first, stop) of the chunk
+        stop = k.min((first_block + chunk_blocks) * KEY_BLOCK, T)
         with query_heads(k, group) as group_index:
-            h = BackwardHead(k, operands, index // kv_heads, index % kv_heads * group + group_index, **size_constants)
-            is_first, is_last = (None, None) if group == 1 else (group_index.equals(0), group_index.equals(group - 1))
-            add_chunk(k, h, first_block, first, stop, is_first, is_last, (add[1], add[2]))
+            sequence = index // kv_heads
+            head = index % kv_heads * group + group_index
+            h = BackwardHead(k, operands, sequence, head, **size_constants)
+            add_chunk(k, h, first_block, first, stop, *ends_of_group(group, group_index), add_dkdv)
             with k.loop(first, stop, h.g.queries) as t:
-                h.store_dq(t, h.s["dq"].at((t - first) * h.g.acc_rows), add[0])
+                h.store_dq(t, h.s["dq"].at((t - first) * h.g.acc_rows), add_dq)
 
 
 def add_chunk(k, h: BackwardHead, first_block, first, stop, is_first, is_last, add) -> None:
@@ -75,25 +80,30 @@ def add_chunk(k, h: BackwardHead, first_block, first, stop, is_first, is_last, a
     assert h.key_range is not None
     clear(k, s["dq"], k.ceil_div(stop - first, g.queries) * (g.acc_rows * g.queries))
     with k.loop(h.key_range.first_key(k, first) // KEY_BLOCK, k.ceil_div(stop, KEY_BLOCK)) as block:
-        j0, in_chunk = block * KEY_BLOCK, block >= first_block  # first key; whether dk and dv are this item's
+        j0 = block * KEY_BLOCK  # first key
+        in_chunk = block >= first_block  # whether dk and dv are this item's
         count = h.pack_keys(j0)
         pack_left(k, g, s["k_rows"], count, s["k"])
         offset = k.select(in_chunk, block - first_block, 0) * (KEY_BLOCK * g.padded_D)
-        dk, dv = (s[name] if is_first is None else s[name].at(offset) for name in ("dk", "dv"))
+        dk, dv = s["dk"], s["dv"]
+        if is_first is not None:  # the sums of all blocks wait for the group's other heads
+            dk, dv = dk.at(offset), dv.at(offset)
         with k.when(in_chunk if is_first is None else in_chunk & is_first):
             for acc in (dk, dv):
                 clear(k, acc, round_up(k, count, g.rows) * g.padded_D)
-        last = h.key_range.query_end(k, j0 + count - 1)  # behind the last query that sees a key
-        last = k.select(in_chunk, last, k.min(last, stop))  # of the queries that are computed
-        with k.loop(k.max(j0, first), last, g.queries) as t:
+
+        query_end = h.key_range.query_end(k, j0 + count - 1)  # behind the last query that sees a key of the block
+        query_end = k.select(in_chunk, query_end, k.min(query_end, stop))  # of the queries that are computed
+        with k.loop(k.max(j0, first), query_end, g.queries) as t:
             key_bounds = h.key_bounds(t)
             assert key_bounds is not None
-            begin, num_keys = key_bounds.first_row(k, g, j0), h.num_keys(j0, count, t)
+            begin, num_keys = key_bounds.first_row(k, g, j0), h.num_keys(j0, count, t)  # keys of the block that the group sees
             shift, deltas = h.pack_queries(t, vnni=True)
             h.probabilities(j0, t, begin, num_keys, shift, deltas, for_dkdv=True, key_bounds=key_bounds)
             with k.when(in_chunk):
                 h.add_dkdv(begin, num_keys, dk, dv)
             with k.when(t < stop):
                 h.add_dq(begin, num_keys, s["dq"].at((t - first) * g.acc_rows))
+
         with k.when(in_chunk if is_last is None else in_chunk & is_last):
             h.store_dkdv(j0, count, dk, dv, add)

@@ -34,19 +34,26 @@ def blocks_per_pack(block: int) -> int:
 @dataclass(frozen=True)
 class BlockTable:
     """One of a layout's tables in CSR form, of rows (blocks of keys for each block of queries) or of columns: `table` i32 has the
-    begins of the `lists` lists (and an end), block numbers of the `entries` entries, mask numbers of the entries. `masks` i32: bits
-    of the partly masked blocks, [mask][key of the block][word of query bits]."""
+    begins of the `lists` lists of all `heads` (and an end), block numbers of the `entries` entries, mask numbers of the entries.
+    `masks` i32: bits of the partly masked blocks, [mask][key of the block][word of query bits]."""
 
     k: KernelBuilder
     table: Pointer
     masks: Pointer
     block: int
-    lists: int  # rows of all heads
+    lists: int
     entries: int
+    heads: int
 
-    def entries_of(self, row) -> tuple[Value, Value]:
-        """The entries [begin, end) of a row, counted over all heads."""
-        return self.table.get(row), self.table.get(row + 1)
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sequence, padded to blocks."""
+        return self.lists // self.heads * self.block
+
+    def entries_of(self, head, row) -> tuple[Value, Value]:
+        """The entries [begin, end) of a head's row."""
+        number = head * (self.lists // self.heads) + row
+        return self.table.get(number), self.table.get(number + 1)
 
     def block_of(self, entry) -> Value:
         """The block number of an entry."""
@@ -114,7 +121,7 @@ def block_sparse_attention(k, out, lse, q, keys, values, rows, masks, relative, 
     T = k.size(seq)
     s = micro.blocks_of(k, scratch_units(g, block, distances))
     softmax = OnlineSoftmax(k, g, s, PLAIN)
-    table = BlockTable(k, rows, masks, block, lists, entries)
+    table = BlockTable(k, rows, masks, block, lists, entries, heads)
     blocks = k.ceil_div(T, block)  # of queries, of a head
     with amx.tile_registers(k, g.tiles), k.parallel_for(k.size(batch) * heads * blocks) as item:
         sequence = item // (blocks * heads)
@@ -131,7 +138,7 @@ def block_sparse_attention(k, out, lse, q, keys, values, rows, masks, relative, 
         bias = relative_bias_of(k, g, s, block, relative, head, heads, distances)
         with k.loop(first, last, g.queries) as t:
             softmax.begin((t - first) // g.queries, q_rows, t, last, LOWEST)
-        begin, end = table.entries_of(head * (lists // heads) + row)  # the row's blocks of keys
+        begin, end = table.entries_of(head, row)  # the row's blocks of keys
         with k.loop(begin, end, blocks_per_pack(block)) as entry:
             num_blocks = k.min(end - entry, blocks_per_pack(block))
             gather(k, g, table, ((k_rows, s["k"]), (v_rows, s["v_rows"])), entry, num_blocks, T)

@@ -52,19 +52,20 @@ def scratch_units(g, block: int, rows: int, distances: Distances | None) -> dict
 
 
 class BlockSparseHead(BackwardHead):
-    """A BackwardHead whose queries see the blocks that a layout lists. State of the loops: `query`, the group's first query in its
-    block, and `entry`, the table's entry of the first packed block, by which masks are found; block_distance(i): the index of the
-    block of queries minus that of packed block i of keys. With `sums` it accumulates the gradient of its relative position bias."""
+    """A BackwardHead whose queries see the blocks that `table` lists. `bias`: its relative position bias, None: none; `sums`: the
+    same where its gradient is accumulated. State of the loops: `query`, the group's first query in its block; `entry`, the table's
+    entry of the first packed block, by which masks are found; block_distance(i): the index of the block of queries minus that of
+    packed block i of keys."""
 
-    def __init__(self, k, operands: Operands, sequence, head, table: BlockTable, rows: int, relative, distances: Distances | None,
-            *, sums: bool, **size_constants) -> None:  # fmt: skip
-        """As BackwardHead. `rows`: tokens of a sequence, padded to blocks; `relative` (distances, heads * D), `distances`: the
-        position bias's vectors and their first and last distance, or None; `sums`: accumulate their gradient."""
-        self.table, self.padded, self.distances = table, rows, distances
-        super().__init__(k, operands, sequence, head, rate=0.0, length=rows, mask_spec=PLAIN, **size_constants)
+    def __init__(self, k, operands: Operands, sequence, head, table: BlockTable, relative, distances: Distances | None,
+            *, sums: bool, heads: int, **size_constants) -> None:  # fmt: skip
+        """As BackwardHead. `relative` (distances, heads * D), `distances`: the position bias's vectors and their first and last
+        distance, or None; `sums`: accumulate their gradient."""
+        self.table, self.distances = table, distances
+        super().__init__(k, operands, sequence, head, rate=0.0, length=table.tokens, mask_spec=PLAIN, heads=heads, **size_constants)
         self.query = self.entry = k.int(0)
         self.block_distance: Callable[[Value], Value] = lambda i: i
-        self.bias = relative_bias_of(k, self.g, self.s, table.block, relative, head, size_constants["heads"], distances)
+        self.bias = relative_bias_of(k, self.g, self.s, table.block, relative, head, heads, distances)
         self.sums = self.bias if sums else None
 
     def geometry(self, isa: ISA, dtype: str, D: int) -> micro.Geometry:
@@ -101,7 +102,7 @@ class BlockSparseHead(BackwardHead):
         """Add the block of queries `row` x its listed blocks of keys, the table's entries [begin, end): s["dq"] [D][queries]
         accumulates its dq, from zero; where `is_one_pass` (i1) s["dk"] and s["dv"] [key][g.padded_D] what these queries add."""
         k, g, s, block = self.k, self.g, self.s, self.table.block
-        first = row * block
+        first = row * block  # queries [first, last)
         last = k.min(first + block, self.T)
         micro.clear(k, s["dq"], block * g.acc_rows)
         with k.loop(begin, end, blocks_per_pack(block)) as entry:
@@ -144,21 +145,26 @@ def block_sparse_attention_backward_rows(k, dq, dkeys, dvalues, q, keys, values,
     layout, for all its query heads. `rows`, `masks`: see `BlockTable`. partials (sequences, parts, distances, heads * D) fp32: sums
     of the relative bias's gradient. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v, dq, dk, dv."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
-    table, T, group = BlockTable(k, rows, masks, block, lists, entries), k.size(shape["seq"]), heads // kv_heads
-    shared, blocks = k.size(batch) * kv_heads, k.ceil_div(T, block)  # heads of keys, rows of a layout
-    is_one_pass, padded = use_one_pass(k, shared), lists // heads * block
-    add = [k.keep(mode) for mode in modes]
+    table = BlockTable(k, rows, masks, block, lists, entries, heads)
+    group = heads // kv_heads  # query heads that share a head of keys
+    T = k.size(shape["seq"])
+    count = k.size(batch) * kv_heads  # heads of keys
+    blocks = k.ceil_div(T, block)  # rows of a head
+    is_one_pass = use_one_pass(k, count)
+    add_dq, *add_dkdv = (k.keep(mode) for mode in modes)  # i1, or None: never
     part_rows = k.int(1) if relative is None else rows_per_part(k, batch, kv_heads, blocks)
     parts = k.ceil_div(blocks, part_rows)  # of a head's rows
     g = geometry(k.isa, q.dtype, shape["D"], block, tiles=relative is None)
-    with amx.tile_registers(k, g.tiles), k.parallel_for(shared * k.select(is_one_pass, k.int(1), parts)) as item:
+    with amx.tile_registers(k, g.tiles), k.parallel_for(count * k.select(is_one_pass, k.int(1), parts)) as item:
         index = k.select(is_one_pass, item, item // parts)  # of the head of keys, over all sequences
         part_index = parts - 1 - item % parts  # the longest rows of a causal layout first
-        start, stop = k.select(is_one_pass, k.int(0), part_index), k.select(is_one_pass, parts, part_index + 1)
+        start = k.select(is_one_pass, k.int(0), part_index)  # parts [start, stop)
+        stop = k.select(is_one_pass, parts, part_index + 1)
         with query_heads(k, group) as group_index:
-            head, sequence = index % kv_heads * group + group_index, index // kv_heads
-            h = BlockSparseHead(k, operands, sequence, head, table, padded, relative, distances, sums=True, heads=heads,
-                kv_heads=kv_heads, **shape)  # fmt: skip
+            head = index % kv_heads * group + group_index
+            sequence = index // kv_heads
+            h = BlockSparseHead(k, operands, sequence, head, table, relative, distances, sums=True, heads=heads, kv_heads=kv_heads,
+                **shape)  # fmt: skip
             with k.when(is_one_pass & group_index.equals(0)):
                 for name in ("dk", "dv"):
                     micro.clear(k, h.s[name], blocks * (block * g.padded_D))
@@ -168,14 +174,15 @@ def block_sparse_attention_backward_rows(k, dq, dkeys, dvalues, q, keys, values,
                 if h.sums:
                     h.sums.clear()
                 with k.loop(part_of_rows * part_rows, k.min(part_of_rows * part_rows + part_rows, blocks)) as row:
-                    h.add_row(row, *table.entries_of(head * (lists // heads) + row), is_one_pass)
-                    h.store_row(row, add[0])
+                    h.add_row(row, *table.entries_of(head, row), is_one_pass)
+                    h.store_row(row, add_dq)
                 if h.sums:
-                    C, M = heads * h.g.D, distances[1] - distances[0] + 1
-                    dst = partials.at((sequence * parts + part_of_rows) * (M * C) + head * h.g.D)
+                    C = heads * h.g.D
+                    num_distances = distances[1] - distances[0] + 1
+                    dst = partials.at((sequence * parts + part_of_rows) * (num_distances * C) + head * h.g.D)
                     h.sums.store(micro.HeadRows(dst, C), 1 / sqrt(h.g.D))
             with k.when(is_one_pass & group_index.equals(group - 1)):
-                h.store_dkdv(k.int(0), T, h.s["dk"], h.s["dv"], (add[1], add[2]))
+                h.store_dkdv(k.int(0), T, h.s["dk"], h.s["dv"], add_dkdv)
 
 
 def block_sparse_attention_backward_columns(k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, columns, masks, relative, *,
@@ -183,27 +190,32 @@ def block_sparse_attention_backward_columns(k, dq, dkeys, dvalues, q, keys, valu
     """The kernel: dkeys and dvalues, unless one pass did. A work item is a block of keys of a head of keys: a column of the layout,
     whose table `columns` lists blocks of queries. Other parameters as in `block_sparse_attention_backward_rows`."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
-    table, T, group = BlockTable(k, columns, masks, block, lists, entries), k.size(shape["seq"]), heads // kv_heads
-    shared, blocks = k.size(batch) * kv_heads, k.ceil_div(T, block)  # heads of keys, columns of a layout
-    add = [k.keep(mode) for mode in modes]
-    padded = lists // heads * block  # tokens of a sequence, padded to blocks
+    table = BlockTable(k, columns, masks, block, lists, entries, heads)
+    group = heads // kv_heads  # query heads that share a head of keys
+    T = k.size(shape["seq"])
+    count = k.size(batch) * kv_heads  # heads of keys
+    blocks = k.ceil_div(T, block)  # columns of a head
+    _, *add_dkdv = (k.keep(mode) for mode in modes)  # i1, or None: never
     g = geometry(k.isa, q.dtype, shape["D"], block, tiles=relative is None)
-    items = k.select(use_one_pass(k, shared), k.int(0), shared * blocks)
+    items = k.select(use_one_pass(k, count), k.int(0), count * blocks)
     with amx.tile_registers(k, g.tiles), k.parallel_for(items) as item:
-        index, column = item // blocks, item % blocks
+        index = item // blocks  # of the head of keys, over all sequences
+        column = item % blocks
         with query_heads(k, group) as group_index:
             head = index % kv_heads * group + group_index
-            h = BlockSparseHead(k, operands, index // kv_heads, head, table, padded, relative, distances, sums=False, heads=heads,
-                kv_heads=kv_heads, **shape)  # fmt: skip
-            s, j0 = h.s, column * block
-            count = k.min(T - j0, block)
+            sequence = index // kv_heads
+            h = BlockSparseHead(k, operands, sequence, head, table, relative, distances, sums=False, heads=heads, kv_heads=kv_heads,
+                **shape)  # fmt: skip
+            s = h.s
+            j0 = column * block
+            num_keys = k.min(T - j0, block)
             # The first query head of the group packs the keys, and the last one stores the sums of all.
             with k.when(group_index.equals(0)):
                 for source, name in ((h.keys, "k_rows"), (h.values, "v_rows")):
-                    micro.pack_tile(k, g, source.start(j0), count, block, s[name])
+                    micro.pack_tile(k, g, source.start(j0), num_keys, block, s[name])
                 for name in ("dk", "dv"):
                     micro.clear(k, s[name], block * g.padded_D)
-            begin, end = table.entries_of(head * (lists // heads) + column)
+            begin, end = table.entries_of(head, column)
             with k.loop(begin, end) as entry:
                 first = table.block_of(entry) * block
                 h.block_distance = lambda i, entry=entry: table.block_of(entry) - column
@@ -215,7 +227,7 @@ def block_sparse_attention_backward_columns(k, dq, dkeys, dvalues, q, keys, valu
                     h.probabilities(k.int(0), t, 0, k.int(block), shift, deltas, for_dkdv=True)
                     h.add_dkdv(0, k.int(block), s["dk"], s["dv"])
             with k.when(group_index.equals(group - 1)):
-                h.store_dkdv(j0, count, s["dk"], s["dv"], (add[1], add[2]))
+                h.store_dkdv(j0, num_keys, s["dk"], s["dv"], add_dkdv)
 
 
 def add_relative_parts(k, drelative, partials, *, batch, seq, kv_heads, block, size, mode) -> None:
