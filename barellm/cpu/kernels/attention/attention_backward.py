@@ -66,7 +66,8 @@ def attention_backward_dkdv(k, dq, dkeys, dvalues, q, keys, values, dout, lse, d
     blocks = k.ceil_div(T, step)
     add_dq, *add_dkdv = (k.keep(mode) for mode in modes)  # i1, or None: never
     per_head = k.select(is_one_pass, k.int(1), blocks)  # work items of a head of keys
-    with amx.tile_registers(k, micro.Geometry.of(k.isa, q.dtype, D).tiles), k.parallel_for(count * per_head) as item:
+    g = micro.Geometry.of(k.isa, q.dtype, D)
+    with amx.tile_registers(k, g.tiles), k.parallel_for(count * per_head) as item:
         index = item // per_head  # of the head of keys, over all sequences
         position = item % per_head
         # The first block is the longest: long and short ones alternate, for a thread's items are adjacent.
@@ -75,8 +76,8 @@ def attention_backward_dkdv(k, dq, dkeys, dvalues, q, keys, values, dout, lse, d
         with query_heads(k, group) as group_index:
             sequence = index // kv_heads
             head = index % kv_heads * group + group_index
-            h = BackwardHead(k, operands, sequence, head, heads=heads, kv_heads=kv_heads, D=D, **shape)
-            g, s = h.g, h.s
+            h = BackwardHead(k, operands, sequence, head, g=g, heads=heads, kv_heads=kv_heads, D=D, **shape)
+            s = h.s
             is_first, is_last = ends_of_group(group, group_index)
             with k.when(is_one_pass):
                 micro.clear(k, s["dq"], k.ceil_div(T, g.queries) * (g.acc_rows * g.queries))
@@ -119,19 +120,18 @@ def attention_backward_dq(k, dq, dkeys, dvalues, q, keys, values, dout, lse, del
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
     T = shape["mask_spec"].length(k, shape["seq"])
     sequences = k.size(batch)
-    geometry = micro.Geometry.of(k.isa, q.dtype, D)
-    queries = geometry.queries
-    blocks = k.ceil_div(T, queries)
+    g = micro.Geometry.of(k.isa, q.dtype, D)
+    blocks = k.ceil_div(T, g.queries)  # groups of queries
     add = k.keep(modes[0])
     items = k.select(use_one_pass(k, sequences * kv_heads), k.int(0), sequences * heads * blocks)
-    with amx.tile_registers(k, geometry.tiles), k.parallel_for(items) as item:
+    with amx.tile_registers(k, g.tiles), k.parallel_for(items) as item:
         index = item // blocks
-        h = BackwardHead(k, operands, index // heads, index % heads, heads=heads, kv_heads=kv_heads, D=D, **shape)
-        g, s = h.g, h.s
-        t = (blocks - 1 - item % blocks) * queries  # first query; the longest items first
+        h = BackwardHead(k, operands, index // heads, index % heads, g=g, heads=heads, kv_heads=kv_heads, D=D, **shape)
+        s = h.s
+        t = (blocks - 1 - item % blocks) * g.queries  # first query; the longest items first
         shift, deltas = h.pack_queries(t, vnni=False)
-        micro.clear(k, s["dq"], g.acc_rows * queries)
-        end = k.min(t + queries, T) if h.length is None else h.length  # of the keys
+        micro.clear(k, s["dq"], g.acc_rows * g.queries)
+        end = k.min(t + g.queries, T) if h.length is None else h.length  # of the keys
         with k.loop(0, end, micro.KEY_BLOCK) as j0:
             packed_keys = h.pack_keys(j0)
             micro.pack_left(k, g, s["k_rows"], packed_keys, s["k"])

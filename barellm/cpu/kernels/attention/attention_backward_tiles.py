@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from math import e, log2
 from typing import Any
 
-from barellm.cpu.kernel import ISA, Value
+from barellm.cpu.kernel import Value
 from barellm.cpu.kernels.attention import attention_amx, attention_mask
 from barellm.cpu.kernels.attention import attention_microkernels as micro
 from barellm.program.integers import round_up
@@ -69,12 +69,11 @@ class BackwardHead:
     s                                   its blocks in scratch by name (`scratch_units`)"""
 
     def __init__(self, k, operands: Operands, sequence, head, *, seq, heads, kv_heads, D, strides, rate, length,
-            mask_spec: attention_mask.MaskSpec) -> None:  # fmt: skip
+            mask_spec: attention_mask.MaskSpec, g: micro.Geometry, units: dict[str, int] | None = None) -> None:  # fmt: skip
         """Find the rows of query head `head` of sequence number `sequence`. `operands`: the kernel's; `strides`: of q, k, v, dq,
-        dk, dv; `rate` of dropout; `length`: queries whose dq accumulates in scratch."""
+        dk, dv; `rate` of dropout; `length`: queries whose dq accumulates in scratch; `units`: sizes of `s` (None: usual)."""
         q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream = operands
-        self.k = k
-        self.g = self.geometry(k.isa, q.dtype, D)
+        self.k, self.g = k, g
         self.mask_spec = mask_spec
         self.score_scale = mask_spec.score_scale(k, D)
         self.softmax_scale_log2 = mask_spec.softmax_scale_log2(k, D)
@@ -88,15 +87,8 @@ class BackwardHead:
         self.lse, self.delta = (p.at((sequence * heads + head) * self.T) for p in (lse, delta))
         self.key_range = attention_mask.KeyRange.of(k, mask_spec, self.T, starts, sequence)
         shape = {"shared": heads > kv_heads, "bounded": self.key_range is not None, "capped": bool(mask_spec.softcap)}
-        self.s = micro.blocks_of(k, self.scratch_sizes(rate, length, **shape))
+        self.s = micro.blocks_of(k, units or scratch_units(g, rate, length, **shape))
         self.dropout = micro.Dropout.of(k, rate, stream, heads, sequence, head)
-
-    def geometry(self, isa: ISA, dtype: str, D: int) -> micro.Geometry:
-        return micro.Geometry.of(isa, dtype, D)
-
-    def scratch_sizes(self, rate: float, length: int, **shape: bool) -> dict[str, int]:
-        """Its blocks of scratch."""
-        return scratch_units(self.g, rate, length, **shape)
 
     def pack_keys(self, j0, max_keys=micro.KEY_BLOCK) -> Value:
         """Pack K and V of `max_keys` keys from j0 on as rows. Returns how many there are: fewer at the sequence's end."""

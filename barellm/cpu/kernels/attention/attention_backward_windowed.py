@@ -8,8 +8,6 @@ length occupies every thread.
 
 Every sum runs over the same blocks in the same order wherever chunks end, so that their number decides no bit."""
 
-from typing import Any
-
 from barellm.cpu.kernel import Value
 from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead, ends_of_group, query_heads
 from barellm.cpu.kernels.attention.attention_mask import MaskSpec
@@ -37,26 +35,22 @@ def select_chunk_count(k, heads, blocks, mask_spec: MaskSpec) -> Value:
     return best
 
 
-def attention_backward_windowed(k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream, *, batch, seq, modes,
-        heads, kv_heads, D, mask_spec, **shape) -> None:  # fmt: skip
+def attention_backward_windowed(k, dq, dkeys, dvalues, q, keys, values, dout, lse, delta, starts, stream, *, batch, modes, heads,
+        kv_heads, D, mask_spec, **shape) -> None:  # fmt: skip
     """The kernel: dq, dkeys and dvalues (shapes of q, keys, values) with windows or documents. A work item is a chunk of a head of
     keys, for all query heads that share it. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v, dq, dk, dv.
     `starts` (B, T) i32: first position of each token's document, or None; `stream`: dropout's random stream. `mask_spec`: the mask;
     lse, delta (B, heads, T) fp32."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, starts, stream)
-    size_constants: dict[str, Any] = {"seq": seq, "heads": heads, "kv_heads": kv_heads, "D": D, "mask_spec": mask_spec,
-        **shape}  # fmt: skip
+    shape |= {"heads": heads, "kv_heads": kv_heads, "D": D, "mask_spec": mask_spec, "g": Geometry.of(k.isa, q.dtype, D)}
     group = heads // kv_heads  # query heads that share a head of keys
-    T = mask_spec.length(k, seq)
+    T = mask_spec.length(k, shape["seq"])
     count = k.size(batch) * kv_heads  # heads of keys
     blocks = k.ceil_div(T, KEY_BLOCK)
     num_chunks = select_chunk_count(k, count, blocks, mask_spec)
     chunk_blocks = k.ceil_div(blocks, num_chunks)
     add_dq, *add_dkdv = (k.keep(mode) for mode in modes)  # i1, or None: never
-    with (
-        amx.tile_registers(k, Geometry.of(k.isa, q.dtype, D).tiles),
-        k.parallel_for(count * k.ceil_div(blocks, chunk_blocks)) as item,
-    ):
+    with amx.tile_registers(k, shape["g"].tiles), k.parallel_for(count * k.ceil_div(blocks, chunk_blocks)) as item:
         per_head = k.ceil_div(blocks, chunk_blocks)
         index = item // per_head  # of the head of keys, over all sequences
         first_block = item % per_head * chunk_blocks
@@ -65,7 +59,7 @@ def attention_backward_windowed(k, dq, dkeys, dvalues, q, keys, values, dout, ls
         with query_heads(k, group) as group_index:
             sequence = index // kv_heads
             head = index % kv_heads * group + group_index
-            h = BackwardHead(k, operands, sequence, head, **size_constants)
+            h = BackwardHead(k, operands, sequence, head, **shape)
             add_chunk(k, h, first_block, first, stop, *ends_of_group(group, group_index), add_dkdv)
             with k.loop(first, stop, h.g.queries) as t:
                 h.store_dq(t, h.s["dq"].at((t - first) * h.g.acc_rows), add_dq)

@@ -5,10 +5,9 @@ work item is a block of queries of one head. It loops over blocks of KEY_BLOCK k
 keeps each query's running maximum and sum (Milakov and Gimelshein 2018, Dao et al. 2022). Blocks that the mask excludes are
 skipped.
 
-Parameters: `g`, Geometry of the tiles; `s`, scratch blocks by name (`scratch_units`); `t`, first query of a group of g.queries, the
-lanes of g.vectors vectors; `group`, its index in the work item; `j0`, first key of a block; `j`, a row in it. Scores are
-transposed, (keys, queries). softmax_scale_log2 = scale * log2(e), as exponentials are powers of 2. `mask_spec`: what of the mask is
-known at compile time (attention_mask.py); layouts of blocks: attention_microkernels.py."""
+Parameters: `g`, Geometry of the tiles; `t`, first query of a group of g.queries, the lanes of g.vectors vectors; `j0`, first key of
+a block; `j`, a row in it. Scores are transposed, (keys, queries), and exponentials are powers of 2. `mask_spec`: what of the mask
+is known at compile time (attention_mask.py); layouts of blocks: attention_microkernels.py."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -15,7 +15,7 @@ numbers of sequences and heads; each part of each sequence has a partial sum, an
 from collections.abc import Callable
 from math import sqrt
 
-from barellm.cpu.kernel import ISA, Lowering, Op, Value, lowering, part
+from barellm.cpu.kernel import Lowering, Op, Value, lowering, part
 from barellm.cpu.kernels.attention import attention_microkernels as micro
 from barellm.cpu.kernels.attention.attention_backward import append_delta, use_one_pass
 from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead, Operands, query_heads
@@ -57,22 +57,18 @@ class BlockSparseHead(BackwardHead):
     entry of the first packed block, by which masks are found; block_distance(i): the index of the block of queries minus that of
     packed block i of keys."""
 
-    def __init__(self, k, operands: Operands, sequence, head, table: BlockTable, relative, distances: Distances | None,
-            *, sums: bool, heads: int, **size_constants) -> None:  # fmt: skip
+    def __init__(self, k, operands: Operands, sequence, head, table: BlockTable, relative, distances: Distances | None, *,
+            g: micro.Geometry, sums: bool, heads: int, **size_constants) -> None:  # fmt: skip
         """As BackwardHead. `relative` (distances, heads * D), `distances`: the position bias's vectors and their first and last
         distance, or None; `sums`: accumulate their gradient."""
-        self.table, self.distances = table, distances
-        super().__init__(k, operands, sequence, head, rate=0.0, length=table.tokens, mask_spec=PLAIN, heads=heads, **size_constants)
+        self.table = table
+        units = scratch_units(g, table.block, table.tokens, distances)
+        super().__init__(k, operands, sequence, head, rate=0.0, length=table.tokens, mask_spec=PLAIN, g=g, units=units, heads=heads,
+            **size_constants)  # fmt: skip
         self.query = self.entry = k.int(0)
         self.block_distance: Callable[[Value], Value] = lambda i: i
-        self.bias = relative_bias_of(k, self.g, self.s, table.block, relative, head, heads, distances)
+        self.bias = relative_bias_of(k, g, self.s, table.block, relative, head, heads, distances)
         self.sums = self.bias if sums else None
-
-    def geometry(self, isa: ISA, dtype: str, D: int) -> micro.Geometry:
-        return geometry(isa, dtype, D, self.table.block, tiles=self.distances is None)
-
-    def scratch_sizes(self, rate: float, length: int, **shape: bool) -> dict[str, int]:
-        return scratch_units(self.g, self.table.block, length, self.distances)
 
     def start(self, j) -> list[list[Value]] | None:
         return self.bias and self.bias.start(self.block_distance, j)
@@ -163,8 +159,8 @@ def block_sparse_attention_backward_rows(k, dq, dkeys, dvalues, q, keys, values,
         with query_heads(k, group) as group_index:
             head = index % kv_heads * group + group_index
             sequence = index // kv_heads
-            h = BlockSparseHead(k, operands, sequence, head, table, relative, distances, sums=True, heads=heads, kv_heads=kv_heads,
-                **shape)  # fmt: skip
+            h = BlockSparseHead(k, operands, sequence, head, table, relative, distances, g=g, sums=True, heads=heads,
+                kv_heads=kv_heads, **shape)  # fmt: skip
             with k.when(is_one_pass & group_index.equals(0)):
                 for name in ("dk", "dv"):
                     micro.clear(k, h.s[name], blocks * (block * g.padded_D))
@@ -204,8 +200,8 @@ def block_sparse_attention_backward_columns(k, dq, dkeys, dvalues, q, keys, valu
         with query_heads(k, group) as group_index:
             head = index % kv_heads * group + group_index
             sequence = index // kv_heads
-            h = BlockSparseHead(k, operands, sequence, head, table, relative, distances, sums=False, heads=heads, kv_heads=kv_heads,
-                **shape)  # fmt: skip
+            h = BlockSparseHead(k, operands, sequence, head, table, relative, distances, g=g, sums=False, heads=heads,
+                kv_heads=kv_heads, **shape)  # fmt: skip
             s = h.s
             j0 = column * block
             num_keys = k.min(T - j0, block)

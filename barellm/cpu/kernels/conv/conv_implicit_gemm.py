@@ -105,14 +105,19 @@ class ScratchLayout:
 
 
 class ImplicitGemm:
-    """One thread's loop over work items. State of the loops: the item's `group`, output channels [first_row, last_row) and `pixels`
-    pixels of `num_lines` lines from `first_line` on, from `first_column` on; the K block `k_block`, which has `num_channels`
-    channels from `channel` on."""
+    """One thread's work item. Attributes beside the kernel's parameters, whose `images` is a Value here:
+
+        depth, k_blocks    elements of a filter; K blocks of channels
+        tile_n, pitch      pixels of a register tile; of a work item, in whole tiles
+        dense              whether the outputs are adjacent pixels of `out`
+        im2col             the input lines of a K block in scratch, and (in `ScratchLayout`'s order) fp32
+        sums, spill, tile_columns   partial sums; a tile stored pixel by pixel; a tile's im2col columns [depth of a K block][tile_n]
+
+    `seek` sets the item's `group`, its output channels [first_row, last_row), and its `pixels` pixels of `num_lines` lines from
+    `first_line` and `first_column` on; `multiply_k_block` sets the `k_block`, its `num_channels` channels from `channel` on."""
 
     def __init__(self, k, out, a, x, *, images: Images, geometry: ConvGeometry, target: OutputMap, blocking: Blocking,
             mode: str) -> None:  # fmt: skip
-        """out (N, groups rows, *target.size), a (groups rows, depth) fp32, x (N, groups channels, H, W). Scratch: the input lines
-        (`im2col`), the K blocks' `sums`, a tile stored pixel by pixel (`spill`), a tile's im2col `tile_columns`."""
         self.k, self.out, self.a, self.mode = k, out, a, mode
         self.geometry, self.target, self.blocking, self.images = geometry, target, blocking, k.num_elements(*images)
         self.groups, self.rows = geometry.groups, geometry.rows
@@ -122,30 +127,30 @@ class ImplicitGemm:
         self.sums, self.spill, self.tile_columns = (at.bytes(n) for n in (scratch.sums, scratch.spill, scratch.im2col))
         self.k_blocks = ceil_div(geometry.channels, blocking.channels)
         self.depth = geometry.channels * geometry.taps
-        P, Q = geometry.output_size
-        self.dense = target == OutputMap((P, Q))  # outputs are adjacent pixels
+        self.dense = target == OutputMap(geometry.output_size)
 
-    def run(self) -> None:
-        """The parallel loop over work items, and the loop over K blocks of channels: load their input lines, multiply."""
-        k, b, (P, Q) = self.k, self.blocking, self.geometry.output_size
-        total, channels, tile = self.images * P, self.geometry.channels, b.tile
-        row_tiles = ceil_div(self.rows, tile.mr)  # splits are whole tiles of rows
-        with k.parallel_for(k.ceil_div(total, b.lines) * (b.column_blocks * self.groups * b.splits)) as item:
-            split, rest = item % b.splits, item // b.splits  # part of the output channels
-            column_block, rest = rest % b.column_blocks, rest // b.column_blocks
-            self.group, self.first_line = rest % self.groups, rest // self.groups * b.lines
-            self.num_lines = k.min(total - self.first_line, b.lines)
-            self.first_column = column_block * b.columns if b.column_blocks > 1 else 0
-            self.pixels = self.num_lines * b.columns if b.column_blocks == 1 else k.min(Q - self.first_column, b.columns)
-            self.first_row = split * row_tiles // b.splits * tile.mr
-            self.last_row = k.min((split + 1) * row_tiles // b.splits * tile.mr, self.rows)
-            self.im2col.seek(self.group, self.first_line, self.num_lines, self.first_column)
-            with k.loop(0, self.k_blocks) if self.k_blocks > 1 else nullcontext(k.int(0)) as self.k_block:
-                self.channel = self.k_block * b.channels
-                last = k.min(self.channel + b.channels, channels)
-                self.num_channels = last - self.channel
-                self.im2col.load_lines(self.channel, last)
-                self._macro_kernel()
+    def seek(self, item, lines) -> None:
+        """Find the parts of work item number `item`, of all images' `lines` lines, and the input lines that it sees."""
+        k, b, Q = self.k, self.blocking, self.geometry.output_size[1]
+        row_tiles = ceil_div(self.rows, b.tile.mr)  # splits are whole tiles of rows
+        split, rest = item % b.splits, item // b.splits  # part of the output channels
+        column_block, rest = rest % b.column_blocks, rest // b.column_blocks
+        self.group, self.first_line = rest % self.groups, rest // self.groups * b.lines
+        self.num_lines = k.min(lines - self.first_line, b.lines)
+        self.first_column = column_block * b.columns if b.column_blocks > 1 else 0
+        self.pixels = self.num_lines * b.columns if b.column_blocks == 1 else k.min(Q - self.first_column, b.columns)
+        self.first_row = split * row_tiles // b.splits * b.tile.mr
+        self.last_row = k.min((split + 1) * row_tiles // b.splits * b.tile.mr, self.rows)
+        self.im2col.seek(self.group, self.first_line, self.num_lines, self.first_column)
+
+    def multiply_k_block(self, k_block) -> None:
+        """Load the input lines of the K block's channels, and multiply."""
+        self.k_block = k_block
+        self.channel = k_block * self.blocking.channels
+        last = self.k.min(self.channel + self.blocking.channels, self.geometry.channels)
+        self.num_channels = last - self.channel
+        self.im2col.load_lines(self.channel, last)
+        self._macro_kernel()
 
     def _macro_kernel(self) -> None:
         """A K block of a work item: for each MC rows of a and each tile of pixels, gather its im2col columns once and run the
@@ -224,7 +229,12 @@ class ImplicitGemm:
         self.out.store(accumulate(self.k, self.out, at, None, value, self.mode), at)
 
 
-def conv_implicit_gemm(k, out, a, x, **sizes) -> None:
-    """out (N, groups rows, *target.size) = a (groups rows, channels taps) fp32 times the im2col matrix of x (N, groups channels,
-    H, W). `sizes`: as `ImplicitGemm` has them."""
-    ImplicitGemm(k, out, a, x, **sizes).run()
+def conv_implicit_gemm(k, out, a, x, *, blocking: Blocking, geometry: ConvGeometry, **sizes) -> None:
+    """The kernel: out (N, groups rows, *target.size) = a (groups rows, channels taps) fp32 times the im2col matrix of x (N, groups
+    channels, H, W). `sizes`: images, target, and the mode of out."""
+    gemm = ImplicitGemm(k, out, a, x, blocking=blocking, geometry=geometry, **sizes)
+    lines = gemm.images * geometry.output_size[0]
+    with k.parallel_for(k.ceil_div(lines, blocking.lines) * (blocking.column_blocks * gemm.groups * blocking.splits)) as item:
+        gemm.seek(item, lines)
+        with k.loop(0, gemm.k_blocks) if gemm.k_blocks > 1 else nullcontext(k.int(0)) as k_block:
+            gemm.multiply_k_block(k_block)

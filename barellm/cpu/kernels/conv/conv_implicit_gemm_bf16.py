@@ -95,7 +95,7 @@ class ScratchLayout:
 
     def __init__(self, isa: ISA, geometry: im2col.ConvGeometry, b: Blocking, *, dense: bool) -> None:
         """In this order: polyphase planes, packed panels [image][chunk], sums [column block][image], the tables `shifts`,
-        `pixel_sums` and `pixel_targets` of 8-byte entries (`_make_tables`), and `spill`; the last two only if not `dense`."""
+        `pixel_sums` and `pixel_targets` of 8-byte entries (`make_tables`), and `spill`; the last two only if not `dense`."""
         layout = b.layout(geometry)
         self.panel = round_up(layout.nbytes(isa, 2 * b.pairs, pack_height(layout)), 64)  # behind the planes of a chunk
         self.chunk = 4 * isa.lanes * layout.padded_size(isa.lanes)  # bytes of a chunk's panel
@@ -113,13 +113,19 @@ class ScratchLayout:
 
 
 class ImplicitGemm:
-    """One thread's loop over work items. State of the loops: the item's `group`, `num_images` images from `image` on, the lines of
-    a block from `line` on, and the columns of a block from `first_column` on."""
+    """One thread's work item. Attributes beside the kernel's parameters, whose `images` is a Value here:
+
+        layout, scratch    of the polyphase planes, and of the blocks in scratch: `panel`, `sums`, the tables `shifts`,
+                           `pixel_sums` and `pixel_targets`, `spill` (`ScratchLayout`)
+        input              the planes of one chunk of channels
+        chunks, tile_n     chunks of a group's channels; output channels of a block
+        dense              whether the outputs are adjacent pixels of `out`
+
+    `seek` sets the item's `group`, its `num_images` images from `image` on, the lines of a block from `line` on, and the columns
+    of a block from `first_column` on."""
 
     def __init__(self, k, out, a, x, *, images: im2col.Images, geometry: im2col.ConvGeometry, target: conv_implicit_gemm.OutputMap,
             blocking: Blocking, mode: str) -> None:  # fmt: skip
-        """out (N, groups columns, *target.size), a: filters in VNNI layout (conv_filter_packing.py), x (N, groups channels, H, W)
-        bf16. Scratch as `ScratchLayout` has it. `mode`: of out; `dense`: outputs are adjacent pixels of it."""
         self.k, self.out, self.a, self.images = k, out, a, k.num_elements(*images)
         self.groups, self.columns = geometry.groups, geometry.rows
         self.geometry, self.target, self.blocking, self.mode = geometry, target, blocking, mode
@@ -127,33 +133,24 @@ class ImplicitGemm:
         self.layout, at = blocking.layout(geometry), k.thread_scratch()
         self.scratch = ScratchLayout(k.isa, geometry, blocking, dense=self.dense)
         height = pack_height(self.layout)
-        # Planes of one chunk.
         self.input = conv_polyphase.PolyphaseBuffer(k, self.layout, x, at, channels=2 * blocking.pairs, height=height)
         s = self.scratch
         self.panel, self.sums, self.shifts, self.pixel_sums, self.pixel_targets, self.spill = (
             at.bytes(n) for n in (s.panel, s.sums, s.shifts, s.pixel_sums, s.pixel_targets, s.spill)
         )
         self.tile_n = blocking.tile.nr(k.isa)
-        self.chunks = ceil_div(geometry.channels, 2 * blocking.pairs)  # of a group's channels
+        self.chunks = ceil_div(geometry.channels, 2 * blocking.pairs)
 
-    def run(self) -> None:
-        """The parallel loop over work items (lines of images x output channels), and for each the loop over K blocks."""
-        k, b, (P, _) = self.k, self.blocking, self.geometry.output_size
-        self._make_tables()
-        line_blocks, splits = ceil_div(P, b.lines), ceil_div(self.columns, b.columns)
-        blocks = k.ceil_div(self.images, b.images) * line_blocks  # of lines of images
-        items = blocks * (self.groups * splits)
-        with amx.tile_registers(k, b.use_amx), k.parallel_for(items) as item:
-            block, rest = item % blocks, item // blocks
-            self.group, split = rest % self.groups, rest // self.groups
-            self.image, self.line = block // line_blocks * b.images, block % line_blocks * b.lines
-            self.num_images = k.min(self.images - self.image, b.images)
-            self.first_column = split * b.columns
-            k_blocks = self.scratch.k_blocks
-            with k.loop(0, k_blocks) if k_blocks > 1 else nullcontext(k.int(0)) as k_block:
-                self._multiply_k_block(k_block)
+    def seek(self, item, blocks, line_blocks: int) -> None:
+        """Find the parts of work item number `item`: one of `blocks` blocks of lines, `line_blocks` of an image, x columns."""
+        b = self.blocking
+        block, rest = item % blocks, item // blocks
+        self.group, split = rest % self.groups, rest // self.groups
+        self.image, self.line = block // line_blocks * b.images, block % line_blocks * b.lines
+        self.num_images = self.k.min(self.images - self.image, b.images)
+        self.first_column = split * b.columns
 
-    def _make_tables(self) -> None:
+    def make_tables(self) -> None:
         """Fill the tables of i64 in scratch. `shifts`: byte shifts in the panel of each tap of each chunk of a K block;
         `pixel_sums`: of each pixel the byte offset of its position's sums; `pixel_targets`: its offset in the output."""
         k, (_, Q), t, lines = self.k, self.geometry.output_size, self.target, self.blocking.lines
@@ -167,7 +164,7 @@ class ImplicitGemm:
             if not self.dense:
                 self.pixel_targets.as_dtype("i64").put(line * (t.stride[0] * t.size[1]) + column * t.stride[1], pixel)
 
-    def _multiply_k_block(self, k_block) -> None:
+    def multiply_k_block(self, k_block) -> None:
         """A K block of a work item: pack all images' chunks, run the micro-kernel over all tiles; at the end the epilogue."""
         k, b, k_blocks = self.k, self.blocking, self.scratch.k_blocks
         chunk = k_block * b.chunks
@@ -299,7 +296,16 @@ class ImplicitGemm:
         return self.k.op("i64", f"load i64, ptr {table.bytes(index * 8).ref}, align 8")
 
 
-def conv_implicit_gemm_bf16(k, out, a, x, **sizes) -> None:
-    """out (N, groups columns, *target.size) = packed filters a (conv_filter_packing.py) convolved with x (N, groups channels, H, W)
-    bf16. `sizes`: as `ImplicitGemm` has them."""
-    ImplicitGemm(k, out, a, x, **sizes).run()
+def conv_implicit_gemm_bf16(k, out, a, x, *, blocking: Blocking, geometry: im2col.ConvGeometry, **sizes) -> None:
+    """The kernel: out (N, groups columns, *target.size) = packed filters a (conv_filter_packing.py) convolved with x (N, groups
+    channels, H, W) bf16. `sizes`: images, target, and the mode of out."""
+    gemm = ImplicitGemm(k, out, a, x, blocking=blocking, geometry=geometry, **sizes)
+    gemm.make_tables()
+    line_blocks, splits = ceil_div(geometry.output_size[0], blocking.lines), ceil_div(gemm.columns, blocking.columns)
+    blocks = k.ceil_div(gemm.images, blocking.images) * line_blocks  # of lines of images
+    items = blocks * (gemm.groups * splits)
+    k_blocks = gemm.scratch.k_blocks
+    with amx.tile_registers(k, blocking.use_amx), k.parallel_for(items) as item:
+        gemm.seek(item, blocks, line_blocks)
+        with k.loop(0, k_blocks) if k_blocks > 1 else nullcontext(k.int(0)) as k_block:
+            gemm.multiply_k_block(k_block)

@@ -83,46 +83,47 @@ def multiply_lanes(k, acc, left, right: Iterable[Value]) -> None:
 
 
 class WeightGradient:
-    """One thread's loop over work items. State of the loops: the item's `group`, `num_rows` rows from `first_row` on, and
-    `num_depths` depths from input channel `channel` on."""
+    """One thread's work item. Attributes beside the kernel's parameters:
+
+        total_lines       lines of all images' outputs
+        max_depths        depths of a work item; the pitch of `sums`
+        panel, packed_dy, sums   in scratch: the im2col panel [depth][pitch] with its tables and lines; dy's rows [row][pitch];
+                          the partial sums [row][depth][lanes]; all fp32
+
+    `seek` sets the item's `group`, its `num_rows` rows from `first_row` on, and its `num_depths` depths, of the input channels
+    [channel, last_channel)."""
 
     def __init__(self, k, dw, dy, x, *, images: Images, geometry: ConvGeometry, blocking: Blocking, mode: str) -> None:
-        """dw (groups rows, channels taps) fp32, dy (N, groups rows, P, Q), x (N, groups channels, H, W). Scratch: the im2col panel
-        with its tables and lines, then `packed_dy` [row][pitch], then the partial `sums` [row][depth][lanes] fp32."""
         self.k, self.dw, self.dy, self.geometry, self.blocking, self.mode = k, dw, dy, geometry, blocking, mode
         self.groups, self.rows = geometry.groups, geometry.rows
         layout, scratch = ScratchLayout(k.isa, geometry, blocking), k.thread_scratch()
         self.packed_dy, self.sums, self.pitch = scratch.bytes(layout.dy), scratch.bytes(layout.sums), layout.pitch
-        self.max_depths = blocking.channels * geometry.taps  # depths of a work item; pitch of `sums`
-        self.total_lines = k.num_elements(*images) * geometry.output_size[0]  # of all images
+        self.max_depths = blocking.channels * geometry.taps
+        self.total_lines = k.num_elements(*images) * geometry.output_size[0]
         self.panel = Im2colPanel(k, geometry, x, scratch, blocking.lines, blocking.columns, layout.pitch)
 
-    def run(self) -> None:
-        """The parallel loop over work items; for each the loop over K blocks: pack both operands, add to the partial sums."""
-        k, b, geometry, Q = self.k, self.blocking, self.geometry, self.geometry.output_size[1]
-        row_blocks, channel_blocks = ceil_div(self.rows, b.rows), ceil_div(geometry.channels, b.channels)
-        column_blocks = ceil_div(Q, b.columns)
-        with k.parallel_for(self.groups * row_blocks * channel_blocks) as item:
-            self.group, rest = item // (row_blocks * channel_blocks), item % (row_blocks * channel_blocks)
-            self.first_row, self.channel = rest // channel_blocks * b.rows, rest % channel_blocks * b.channels
-            self.num_rows = k.min(k.int(self.rows) - self.first_row, b.rows)
-            last = k.min(self.channel + b.channels, geometry.channels)
-            self.num_depths = (last - self.channel) * geometry.taps
-            with k.loop(0, self.num_rows * self.max_depths) as i:
-                self.sums.store(0.0, i * k.lanes)
-            with (
-                k.loop(0, self.total_lines, b.lines) as line,
-                k.loop(0, column_blocks) if column_blocks > 1 else nullcontext(0) as column_block,
-            ):
-                lines, column = k.min(self.total_lines - line, b.lines), column_block * b.columns
-                columns = b.columns if column_blocks == 1 else k.min(Q - column, b.columns)
-                pixels = lines * columns
-                self.panel.seek(self.group, line, lines, column)
-                self.panel.pack(self.channel, last, pixels=pixels)
-                self._pack_dy(line, lines, column, columns, pixels)
-                for tile in register_tiles(k, (0, self.num_rows), (0, self.num_depths)):
-                    self._micro_kernel(pixels, *tile)
-            self._store_gradients()
+    def seek(self, item, row_blocks: int, channel_blocks: int) -> None:
+        """Find the parts of work item number `item`, and zero its sums."""
+        k, b, geometry = self.k, self.blocking, self.geometry
+        self.group, rest = item // (row_blocks * channel_blocks), item % (row_blocks * channel_blocks)
+        self.first_row, self.channel = rest // channel_blocks * b.rows, rest % channel_blocks * b.channels
+        self.num_rows = k.min(k.int(self.rows) - self.first_row, b.rows)
+        self.last_channel = k.min(self.channel + b.channels, geometry.channels)
+        self.num_depths = (self.last_channel - self.channel) * geometry.taps
+        with k.loop(0, self.num_rows * self.max_depths) as i:
+            self.sums.store(0.0, i * k.lanes)
+
+    def add_k_block(self, line, column_block, column_blocks: int) -> None:
+        """Pack both operands of the K block of the lines from `line` on, and add their products to the partial sums."""
+        k, b = self.k, self.blocking
+        lines, column = k.min(self.total_lines - line, b.lines), column_block * b.columns
+        columns = b.columns if column_blocks == 1 else k.min(self.geometry.output_size[1] - column, b.columns)
+        pixels = lines * columns
+        self.panel.seek(self.group, line, lines, column)
+        self.panel.pack(self.channel, self.last_channel, pixels=pixels)
+        self._pack_dy(line, lines, column, columns, pixels)
+        for tile in register_tiles(k, (0, self.num_rows), (0, self.num_depths)):
+            self._micro_kernel(pixels, *tile)
 
     def _pack_dy(self, line, lines, column, columns, pixels) -> None:
         """packed_dy [row][pitch] fp32 = dy of the K block of `lines` lines from `line` on, `columns` pixels each from `column` on;
@@ -161,7 +162,7 @@ class WeightGradient:
         """The vector of partial sums of an element of dw."""
         return self.sums.at((row * self.max_depths + d) * self.k.lanes)
 
-    def _store_gradients(self) -> None:
+    def store_gradients(self) -> None:
         """The epilogue: dw (rows, depths) = the sums of the lanes of the partial sums."""
         k, geometry = self.k, self.geometry
         with k.loop(0, self.num_rows) as row, k.loop(0, self.num_depths) as d:
@@ -170,7 +171,17 @@ class WeightGradient:
             accumulate_scalar(k, self.dw, at, k.sum(self._partial(row, d).load()), self.mode)
 
 
-def conv_wgrad(k, dw, dy, x, **sizes) -> None:
-    """dw (groups rows, channels taps) fp32, from dy (N, groups rows, P, Q) and x (N, groups channels, H, W). `sizes`: as
-    `WeightGradient` has them."""
-    WeightGradient(k, dw, dy, x, **sizes).run()
+def conv_wgrad(k, dw, dy, x, *, geometry: ConvGeometry, blocking: Blocking, **sizes) -> None:
+    """The kernel: dw (groups rows, channels taps) fp32, from dy (N, groups rows, P, Q) and x (N, groups channels, H, W). `sizes`:
+    images, and the mode of dw."""
+    gradient = WeightGradient(k, dw, dy, x, geometry=geometry, blocking=blocking, **sizes)
+    row_blocks, channel_blocks = ceil_div(gradient.rows, blocking.rows), ceil_div(geometry.channels, blocking.channels)
+    column_blocks = ceil_div(geometry.output_size[1], blocking.columns)
+    with k.parallel_for(gradient.groups * row_blocks * channel_blocks) as item:
+        gradient.seek(item, row_blocks, channel_blocks)
+        with (
+            k.loop(0, gradient.total_lines, blocking.lines) as line,
+            k.loop(0, column_blocks) if column_blocks > 1 else nullcontext(0) as column_block,
+        ):
+            gradient.add_k_block(line, column_block, column_blocks)
+        gradient.store_gradients()

@@ -85,40 +85,36 @@ class ScratchLayout:
 
 
 class WeightGradient:
-    """One thread's loop over work items. State of the loops: the item's `group`, `num_rows` output channels from `row` on and
-    `num_columns` input channels from `column` on."""
+    """One thread's work item. Attributes beside the kernel's parameters, whose `images` is a Value here:
+
+        layout, scratch    of x's polyphase planes, and of the blocks in scratch (`ScratchLayout`)
+        dy, x              polyphase planes; `panel`: x packed to pairs of positions; `sums` of dw, fp32
+        steps, tile_n      steps of a micro-kernel, for an image; input channels of a block
+
+    `seek` sets the item's `group`, its `num_rows` output channels from `row` on, and its `num_columns` input channels from
+    `column` on."""
 
     def __init__(self, k, dw, dy, x, *, images: im2col.Images, geometry: im2col.ConvGeometry, blocking: Blocking,
             mode: str) -> None:  # fmt: skip
-        """dw (groups rows, channels taps) fp32, dy (N, groups rows, P, Q) and x (N, groups channels, H, W) bf16. Scratch:
-        `ScratchLayout`. `images`: how many N are; `mode`: of dw. `dy`, `x`: polyphase planes; `steps`: of a micro-kernel, for an
-        image."""
         self.k, self.dw, self.images, self.geometry = k, dw, k.num_elements(*images), geometry
         self.groups, self.rows, self.blocking, self.mode = geometry.groups, geometry.rows, blocking, mode
         self.scratch, at = ScratchLayout(k.isa, geometry, blocking), k.thread_scratch()
         self.tile_n = blocking.tile.nr(k.isa)
-        self.layout, dy_layout = blocking.layouts(geometry)  # of x, of dy
-        self.steps = dy_layout.positions // (amx.TILE_K if blocking.use_amx else 2)  # of an image
+        self.layout, dy_layout = blocking.layouts(geometry)
+        self.steps = dy_layout.positions // (amx.TILE_K if blocking.use_amx else 2)
         self.dy = conv_polyphase.PolyphaseBuffer(k, dy_layout, dy, at, channels=blocking.rows)
         self.x = conv_polyphase.PolyphaseBuffer(k, self.layout, x, at.bytes(self.scratch.x), channels=self.tile_n)
-        self.panel, self.sums = at.bytes(self.scratch.panel), at.bytes(self.scratch.sums)  # packed x, sums of dw
+        self.panel, self.sums = at.bytes(self.scratch.panel), at.bytes(self.scratch.sums)
 
-    def run(self) -> None:
-        """The parallel loop over work items; for each the loop over K blocks of images and lines: pack both operands, multiply."""
-        k, b, geometry = self.k, self.blocking, self.geometry
-        row_blocks, column_blocks = ceil_div(self.rows, b.rows), ceil_div(geometry.channels, b.columns)
-        items = self.groups * row_blocks * column_blocks
-        with amx.tile_registers(k, b.use_amx), k.parallel_for(items) as item:
-            self.group, rest = item // (row_blocks * column_blocks), item % (row_blocks * column_blocks)
-            self.row, self.column = rest // column_blocks * b.rows, rest % column_blocks * b.columns
-            self.num_rows = k.min(k.int(self.rows) - self.row, b.rows)
-            self.num_columns = k.min(k.int(geometry.channels) - self.column, b.columns)
-            with k.loop(0, self.images, b.images) as image, k.loop(0, geometry.output_size[0], b.lines) as line:
-                self._pack_k_block(image, k.min(self.images - image, b.images), line)
-                self._macro_kernel(k.min(self.images - image, b.images), (image + line).differs(0))
-            self._store_gradients()
+    def seek(self, item, row_blocks: int, column_blocks: int) -> None:
+        """Find the parts of work item number `item`."""
+        k, b = self.k, self.blocking
+        self.group, rest = item // (row_blocks * column_blocks), item % (row_blocks * column_blocks)
+        self.row, self.column = rest // column_blocks * b.rows, rest % column_blocks * b.columns
+        self.num_rows = k.min(k.int(self.rows) - self.row, b.rows)
+        self.num_columns = k.min(k.int(self.geometry.channels) - self.column, b.columns)
 
-    def _pack_k_block(self, image, num_images, line) -> None:
+    def pack_k_block(self, image, num_images, line) -> None:
         """Pack a K block: the lines from `line` on of `num_images` images from `image` on. dy as polyphase planes, a row an output
         channel; x as planes, and from these, transposed, pairs of positions [pair][tile_n][2] for each parity (`_packed_x`)."""
         k, lanes = self.k, self.k.lanes
@@ -150,7 +146,7 @@ class WeightGradient:
         tile = (row // self.blocking.tile.mr * blocks + column // self.tile_n) * self.geometry.taps + t
         return self.sums.bytes(tile * (4 * self.blocking.tile.mr * self.tile_n))
 
-    def _macro_kernel(self, num_images, add_previous) -> None:
+    def macro_kernel(self, num_images, add_previous) -> None:
         """The sums of all tiles and taps over a K block, plus those before where `add_previous` (i1). A tap is a shift of x."""
         k, tile = self.k, self.blocking.tile
         with k.loop(0, self.num_columns, self.tile_n) as c, k.loop(0, self.num_rows, tile.mr) as r:
@@ -178,7 +174,7 @@ class WeightGradient:
             with k.loop(0, steps) as u:
                 microkernel.rank1_update(k, acc, load_dy, right, u, True)
 
-    def _store_gradients(self) -> None:
+    def store_gradients(self) -> None:
         """The epilogue: the sums of a row, [tap][column] fp32, are transposed to dw's, [column][tap]."""
         k, lanes, taps, C = self.k, self.k.lanes, self.geometry.taps, self.geometry.channels
         rows = self.blocking.tile.mr
@@ -196,7 +192,16 @@ class WeightGradient:
                         place.store(accumulate(k, place, 0, mask, value, self.mode), 0, mask)
 
 
-def conv_wgrad_bf16(k, dw, dy, x, **sizes) -> None:
-    """dw (groups rows, channels taps) fp32, from dy (N, groups rows, P, Q) bf16 and x (N, groups channels, H, W) bf16. `sizes`: as
-    `WeightGradient` has them."""
-    WeightGradient(k, dw, dy, x, **sizes).run()
+def conv_wgrad_bf16(k, dw, dy, x, *, geometry: im2col.ConvGeometry, blocking: Blocking, **sizes) -> None:
+    """The kernel: dw (groups rows, channels taps) fp32, from dy (N, groups rows, P, Q) bf16 and x (N, groups channels, H, W) bf16.
+    `sizes`: images, and the mode of dw."""
+    gradient = WeightGradient(k, dw, dy, x, geometry=geometry, blocking=blocking, **sizes)
+    row_blocks, column_blocks = ceil_div(gradient.rows, blocking.rows), ceil_div(geometry.channels, blocking.columns)
+    items = gradient.groups * row_blocks * column_blocks
+    with amx.tile_registers(k, blocking.use_amx), k.parallel_for(items) as item:
+        gradient.seek(item, row_blocks, column_blocks)
+        # K blocks, of lines of some images.
+        with k.loop(0, gradient.images, blocking.images) as image, k.loop(0, geometry.output_size[0], blocking.lines) as line:
+            gradient.pack_k_block(image, k.min(gradient.images - image, blocking.images), line)
+            gradient.macro_kernel(k.min(gradient.images - image, blocking.images), (image + line).differs(0))
+        gradient.store_gradients()
