@@ -80,8 +80,8 @@ class BackwardHead:
         self.T = mask_spec.length(k, seq)
         self.length = None if mask_spec.causal else self.T
         token = sequence * self.T  # the sequence's first row
-        tensors = zip((q, keys, values, dq, dkeys, dvalues), 2 * (heads, kv_heads, kv_heads), strides, strict=True)
-        rows = [mask_spec.rows(p, token, micro.kv_head_of(head, heads, n), D=D, heads=n, stride=stride) for p, n, stride in tensors]
+        tensors = (q, keys, values, dq, dkeys, dvalues)
+        rows = mask_spec.rows_of(tensors, token, head, D=D, heads=heads, kv_heads=kv_heads, strides=strides)
         self.q, self.keys, self.values, self.dq, self.dk, self.dv = rows
         self.dout = mask_spec.rows(dout, token, head, D=D, heads=heads, stride=mask_spec.fold * heads * D)
         self.lse, self.delta = (p.at((sequence * heads + head) * self.T) for p in (lse, delta))

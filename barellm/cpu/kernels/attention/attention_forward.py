@@ -262,10 +262,8 @@ def attention(k, out, lse, q, keys, values, starts, stream, *, batch, seq, heads
         head = item // blocks % heads
         first = (blocks - 1 - item % blocks) * block  # its first query; longest first, for load balance
         token = sequence * T
-        q_rows, k_rows, v_rows = (
-            mask_spec.rows(p, token, micro.kv_head_of(head, heads, n), D=D, heads=n, stride=stride)
-            for p, n, stride in zip((q, keys, values), (heads, kv_heads, kv_heads), strides, strict=True)
-        )
+        heads_of = {"D": D, "heads": heads, "kv_heads": kv_heads}
+        q_rows, k_rows, v_rows = mask_spec.rows_of((q, keys, values), token, head, strides=strides, **heads_of)
         dst = mask_spec.rows(out, token, head, D=D, heads=heads, stride=mask_spec.fold * heads * D)
         lse_row = lse.at((sequence * heads + head) * T)
         query_block = QueryBlock(q_rows, k_rows, v_rows, dst, lse_row, first, last=k.min(first + block, T), pos=k.int(0))

@@ -14,7 +14,7 @@ from math import e, log2, sqrt
 from typing import Any, NamedTuple
 
 from barellm.cpu.kernel import Op, Pointer, Value
-from barellm.cpu.kernels.attention.attention_microkernels import HeadRows, KeyBounds, size_constants
+from barellm.cpu.kernels.attention.attention_microkernels import HeadRows, KeyBounds, kv_head_of, size_constants
 from barellm.cpu.lang.vector import tanh
 
 LOWEST = -1e30  # initial maximum where a query's first block may be fully masked (-inf - -inf would be NaN)
@@ -71,6 +71,13 @@ class MaskSpec(NamedTuple):
         elif self.fold == 2:
             return HeadRows(tensor.at((position >> 1) * stride + head * D), stride, heads * D)
         return HeadRows(tensor.at(position * stride + head * D), stride)
+
+    def rows_of(self, tensors, position, head, *, D: int, heads: int, kv_heads: int, strides) -> list[HeadRows]:
+        """`rows` of query head `head` in the first of three tensors, and of its head of keys in the others, each with its stride;
+        six tensors: the same of another three, the gradients."""
+        counts = (heads, kv_heads, kv_heads) * (len(tensors) // 3)  # heads of each tensor
+        triples = zip(tensors, counts, strides, strict=True)
+        return [self.rows(p, position, kv_head_of(head, heads, n), D=D, heads=n, stride=stride) for p, n, stride in triples]
 
 
 PLAIN = MaskSpec()

@@ -59,15 +59,12 @@ class BlockTable:
         """The block number of an entry."""
         return self.table.get(entry + (self.lists + 1))
 
-    def mask_kind(self, entry) -> Value:
-        """0: all of an entry's block is visible; n: mask n - 1 of `masks` says what is."""
-        return self.table.get(entry + (self.lists + 1 + self.entries))
-
     def tile_mask(self, g, entry, query, j) -> tuple[Value, Callable[[], Callable[[int, int], Value]]]:
         """As `attention_microkernels.tile_mask`, by the layout's bits: of the tile from row j of the packed blocks on, whose first
         block is `entry`, x the group of queries from position `query` of its block on."""
         k, words = self.k, -(-self.block // layouts.WORD)
-        kind = self.mask_kind(entry + j // self.block)
+        # 0: all of the entry's block is visible; n: mask n - 1 says what is.
+        kind = self.table.get(entry + j // self.block + (self.lists + 1 + self.entries))
 
         def make_mask() -> Callable[[int, int], Value]:
             """Emit the addresses of the mask's words for this tile; returns the function of its lane masks."""
@@ -130,10 +127,7 @@ def block_sparse_attention(k, out, lse, q, keys, values, rows, masks, relative, 
         first = row * block  # queries [first, last)
         last = k.min(first + block, T)
         token = sequence * T
-        q_rows, k_rows, v_rows = (
-            micro.HeadRows.of(p, token, micro.kv_head_of(head, heads, n), D=D, stride=stride)
-            for p, n, stride in zip((q, keys, values), (heads, kv_heads, kv_heads), strides, strict=True)
-        )
+        q_rows, k_rows, v_rows = PLAIN.rows_of((q, keys, values), token, head, D=D, heads=heads, kv_heads=kv_heads, strides=strides)
         dst = micro.HeadRows.of(out, token, head, D=D, stride=heads * D)
         bias = relative_bias_of(k, g, s, block, relative, head, heads, distances)
         with k.loop(first, last, g.queries) as t:

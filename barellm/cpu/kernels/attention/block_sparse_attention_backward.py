@@ -17,19 +17,10 @@ from math import sqrt
 
 from barellm.cpu.kernel import Lowering, Op, Value, lowering, part
 from barellm.cpu.kernels.attention import attention_microkernels as micro
+from barellm.cpu.kernels.attention import block_sparse_attention as forward
 from barellm.cpu.kernels.attention.attention_backward import append_delta, use_one_pass
 from barellm.cpu.kernels.attention.attention_backward_tiles import BackwardHead, Operands, query_heads
 from barellm.cpu.kernels.attention.attention_mask import PLAIN
-from barellm.cpu.kernels.attention.block_sparse_attention import (
-    TABLES,
-    BlockTable,
-    blocks_per_pack,
-    gather,
-    geometry,
-    relative_bias_of,
-    shape_of,
-    vectors_of,
-)
 from barellm.cpu.kernels.attention.relative_position_bias import Distances, backward_units
 from barellm.cpu.kernels.gemm import amx
 from barellm.cpu.kernels.reductions import add_chunks
@@ -41,8 +32,8 @@ PARTIAL_SUMS = 64  # of the position bias's gradient, over all heads of keys: en
 def scratch_units(g, block: int, rows: int, distances: Distances | None) -> dict[str, int]:
     """Sizes of the scratch blocks of a BlockSparseHead, in 32-bit units: packed blocks of keys, tiles of P and dS, fp32
     accumulators "dq" of a block of queries, and "dk", "dv" of all `rows` keys. `distances`: of the position bias, None: no bias."""
-    packed = blocks_per_pack(block) * block
-    bias = backward_units(g, block, blocks_per_pack(block), distances) if distances else {}
+    packed = forward.blocks_per_pack(block) * block
+    bias = backward_units(g, block, forward.blocks_per_pack(block), distances) if distances else {}
     return {"rows": g.rows_units(g.queries), "q_transposed": g.transposed_units, "do_transposed": g.transposed_units,
         "q": g.vnni_units(g.queries) + g.lanes, "do": g.vnni_units(g.queries) + g.lanes, "k_rows": g.rows_units(packed),
         "v_rows": g.rows_units(packed), "k": g.vnni_units(packed), "p_tile": g.rows * g.queries,
@@ -57,7 +48,7 @@ class BlockSparseHead(BackwardHead):
     entry of the first packed block, by which masks are found; block_distance(i): the index of the block of queries minus that of
     packed block i of keys."""
 
-    def __init__(self, k, operands: Operands, sequence, head, table: BlockTable, relative, distances: Distances | None, *,
+    def __init__(self, k, operands: Operands, sequence, head, table: forward.BlockTable, relative, distances: Distances | None, *,
             g: micro.Geometry, sums: bool, heads: int, **size_constants) -> None:  # fmt: skip
         """As BackwardHead. `relative` (distances, heads * D), `distances`: the position bias's vectors and their first and last
         distance, or None; `sums`: accumulate their gradient."""
@@ -67,7 +58,7 @@ class BlockSparseHead(BackwardHead):
             **size_constants)  # fmt: skip
         self.query = self.entry = k.int(0)
         self.block_distance: Callable[[Value], Value] = lambda i: i
-        self.bias = relative_bias_of(k, g, self.s, table.block, relative, head, heads, distances)
+        self.bias = forward.relative_bias_of(k, g, self.s, table.block, relative, head, heads, distances)
         self.sums = self.bias if sums else None
 
     def start(self, j) -> list[list[Value]] | None:
@@ -101,9 +92,9 @@ class BlockSparseHead(BackwardHead):
         first = row * block  # queries [first, last)
         last = k.min(first + block, self.T)
         micro.clear(k, s["dq"], block * g.acc_rows)
-        with k.loop(begin, end, blocks_per_pack(block)) as entry:
-            num_blocks = k.min(end - entry, blocks_per_pack(block))
-            gather(k, g, self.table, ((self.keys, s["k_rows"]), (self.values, s["v_rows"])), entry, num_blocks, self.T)
+        with k.loop(begin, end, forward.blocks_per_pack(block)) as entry:
+            num_blocks = k.min(end - entry, forward.blocks_per_pack(block))
+            forward.gather(k, g, self.table, ((self.keys, s["k_rows"]), (self.values, s["v_rows"])), entry, num_blocks, self.T)
             micro.pack_left(k, g, s["k_rows"], num_blocks * block, s["k"])
             self.block_distance = lambda i, entry=entry: row - self.table.block_of(entry + i)
             self.pack_bias(num_blocks)
@@ -141,7 +132,7 @@ def block_sparse_attention_backward_rows(k, dq, dkeys, dvalues, q, keys, values,
     layout, for all its query heads. `rows`, `masks`: see `BlockTable`. partials (sequences, parts, distances, heads * D) fp32: sums
     of the relative bias's gradient. `modes` (store or add): of dq, dk and dv; `strides` in `shape`: of q, k, v, dq, dk, dv."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
-    table = BlockTable(k, rows, masks, block, lists, entries, heads)
+    table = forward.BlockTable(k, rows, masks, block, lists, entries, heads)
     group = heads // kv_heads  # query heads that share a head of keys
     T = k.size(shape["seq"])
     count = k.size(batch) * kv_heads  # heads of keys
@@ -150,7 +141,7 @@ def block_sparse_attention_backward_rows(k, dq, dkeys, dvalues, q, keys, values,
     add_dq, *add_dkdv = (k.keep(mode) for mode in modes)  # i1, or None: never
     part_rows = k.int(1) if relative is None else rows_per_part(k, batch, kv_heads, blocks)
     parts = k.ceil_div(blocks, part_rows)  # of a head's rows
-    g = geometry(k.isa, q.dtype, shape["D"], block, tiles=relative is None)
+    g = forward.geometry(k.isa, q.dtype, shape["D"], block, tiles=relative is None)
     with amx.tile_registers(k, g.tiles), k.parallel_for(count * k.select(is_one_pass, k.int(1), parts)) as item:
         index = k.select(is_one_pass, item, item // parts)  # of the head of keys, over all sequences
         part_index = parts - 1 - item % parts  # the longest rows of a causal layout first
@@ -165,7 +156,7 @@ def block_sparse_attention_backward_rows(k, dq, dkeys, dvalues, q, keys, values,
                 for name in ("dk", "dv"):
                     micro.clear(k, h.s[name], blocks * (block * g.padded_D))
             if h.sums:
-                h.sums.clear_padding(blocks_per_pack(block))
+                h.sums.clear_padding(forward.blocks_per_pack(block))
             with k.loop(start, stop) as part_of_rows:
                 if h.sums:
                     h.sums.clear()
@@ -186,13 +177,13 @@ def block_sparse_attention_backward_columns(k, dq, dkeys, dvalues, q, keys, valu
     """The kernel: dkeys and dvalues, unless one pass did. A work item is a block of keys of a head of keys: a column of the layout,
     whose table `columns` lists blocks of queries. Other parameters as in `block_sparse_attention_backward_rows`."""
     operands = (q, keys, values, dq, dkeys, dvalues, dout, lse, delta, None, None)
-    table = BlockTable(k, columns, masks, block, lists, entries, heads)
+    table = forward.BlockTable(k, columns, masks, block, lists, entries, heads)
     group = heads // kv_heads  # query heads that share a head of keys
     T = k.size(shape["seq"])
     count = k.size(batch) * kv_heads  # heads of keys
     blocks = k.ceil_div(T, block)  # columns of a head
     _, *add_dkdv = (k.keep(mode) for mode in modes)  # i1, or None: never
-    g = geometry(k.isa, q.dtype, shape["D"], block, tiles=relative is None)
+    g = forward.geometry(k.isa, q.dtype, shape["D"], block, tiles=relative is None)
     items = k.select(use_one_pass(k, count), k.int(0), count * blocks)
     with amx.tile_registers(k, g.tiles), k.parallel_for(items) as item:
         index = item // blocks  # of the head of keys, over all sequences
@@ -233,15 +224,15 @@ def add_relative_parts(k, drelative, partials, *, batch, seq, kv_heads, block, s
     add_chunks(k, drelative, partials, k.size(batch) * parts, size, size, mode)
 
 
-@lowering("block_sparse_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=TABLES)
+@lowering("block_sparse_attention_backward", starts="dq dk dv drelative", views="q k v dq dk dv", also=forward.TABLES)
 def lower_block_sparse_attention_backward(op: Op, c: Lowering) -> None:
     """Append `attention_delta`, both passes (the second is empty where one pass is chosen), and the sum of the bias's gradients."""
-    shape, layout = shape_of(op), op.layout
+    shape, layout = forward.shape_of(op), op.layout
     shape["strides"] += tuple(t.row_stride for t in (op.dq, op.dk, op.dv))
     modes = tuple(op.modes[name] for name in ("dq", "dk", "dv"))
-    g = geometry(c.isa, op.q.dtype, shape["D"], layout.block, tiles=op.relative is None)
+    g = forward.geometry(c.isa, op.q.dtype, shape["D"], layout.block, tiles=op.relative is None)
     operands = append_delta(op, c, shape | {"mask_spec": PLAIN})
-    operands |= {"rows": op.rows, "columns": op.columns, "masks": op.masks, "relative": vectors_of(op), "partials": None}
+    operands |= {"rows": op.rows, "columns": op.columns, "masks": op.masks, "relative": forward.vectors_of(op), "partials": None}
     if op.relative is not None:
         # The parts of as many sequences as a run may have; the number of each is rounded up.
         max_parts = int(op.out.shape[0]) + ceil_div(PARTIAL_SUMS, op.kv_heads)

@@ -14,11 +14,9 @@ of them, both rounded up to vectors, and n = m + 2:
     Winograd    n^2 C K T multiply-adds; n^2 C K of the filter transform; n^2 C T of the input transform; n^2 K T of the output
                 transform, or of dy's tiles
 
-The costs are fitted to the 3 x 3 layers of VGG-16 and ResNet-50 with 1 and 16 images on an Intel Xeon with AMX
-(benchmarks/results/xeon-amx/convolution-fp32.json), by least squares of the relative error. docs/convolution.md says how the
-selection does on layers that it was not fitted to. Where the processor has bf16 dot products and no AMX, the direct algorithm is
-twice as fast in bf16 as in fp32, and Winograd's in fp32 is still faster with many channels and pixels. Those costs are fitted to
-the same layers on Zen 4 (benchmarks/results/zen4/convolution-bf16.json). There, tiles of 2 x 2 pixels were the fastest nowhere."""
+The costs are fitted to the 3 x 3 layers of VGG-16 and ResNet-50 by least squares of the relative error, those of direct
+convolutions in fp32 on an Intel Xeon with AMX (benchmarks/results/xeon-amx/convolution-fp32.json), those of bf16 dot products on
+Zen 4 (benchmarks/results/zen4/convolution-bf16.json). docs/convolution.md: how the selection does on other layers."""
 
 from dataclasses import dataclass
 from itertools import pairwise

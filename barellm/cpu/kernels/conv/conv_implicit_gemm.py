@@ -7,8 +7,7 @@ rows of a and each register tile of pixels it gathers the tile's im2col columns 
 micro-kernel, an outer product per depth. Each tap is a shift of the same lines, so stride, padding and dilation cost nothing.
 Partial sums of several K blocks are kept in scratch; a result is the sum of its K blocks' sums, whatever the other blocking is.
 
-Names: a `line` is a row of P x Q outputs of some image, counted over all images; `row` is an output channel of the group; `j` is a
-pixel of the work item, counted over its lines; `tile` is the register tile, tile.mr rows x tile_n pixels."""
+Names: a `line` is a row of outputs, counted over all images; `row` is an output channel of the group; `j` a pixel of the item."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -199,13 +198,14 @@ class ImplicitGemm:
             self._store_pixels(row, j, values)
             return
         flat = self.first_line * Q + self.first_column + j  # the first pixel, counted over all images
-        n, at = flat // (P * Q), flat % (P * Q)  # image, pixel in it
-        fits = (at + self.tile_n <= P * Q) & (j + self.tile_n <= self.pixels)
+        n, pixel = flat // (P * Q), flat % (P * Q)  # image, pixel in it
+        fits = (pixel + self.tile_n <= P * Q) & (j + self.tile_n <= self.pixels)
         with k.when(fits):
-            dst = (n * self.groups + self.group) * (self.rows * P * Q) + at
+            dst = (n * self.groups + self.group) * (self.rows * P * Q) + pixel
             for r, line in enumerate(values):
                 for v, value in enumerate(line):
-                    self._store(value, dst + (row + r) * (P * Q) + v * k.lanes)
+                    at = dst + (row + r) * (P * Q) + v * k.lanes
+                    self.out.store(accumulate(k, self.out, at, None, value, self.mode), at)
         with k.otherwise(fits):
             self._store_pixels(row, j, values)
 
@@ -224,9 +224,6 @@ class ImplicitGemm:
             for r in range(len(values)):
                 dst = self.out.at(at + r * (t.size[0] * t.size[1]))
                 accumulate_scalar(k, dst, 0, self.spill.get(pixel + r * self.tile_n), self.mode)
-
-    def _store(self, value, at) -> None:
-        self.out.store(accumulate(self.k, self.out, at, None, value, self.mode), at)
 
 
 def conv_implicit_gemm(k, out, a, x, *, blocking: Blocking, geometry: ConvGeometry, **sizes) -> None:

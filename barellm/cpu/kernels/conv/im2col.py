@@ -91,18 +91,13 @@ class OutputLines:
             for dst, value in ((self.plane_table, plane), (self.row_table, i * self.geometry.stride[0])):
                 k.line(f"store {value.typed}, ptr {dst.bytes(line * 8).ref}, align 8")
 
-    def source(self, line) -> tuple[Value, Value]:
-        """(offset in x, input row) of a line."""
-        tables = (self.plane_table, self.row_table)
-        plane, row = (self.k.op("i64", f"load i64, ptr {p.bytes(line * 8).ref}, align 8") for p in tables)
-        return plane, row
-
     def load(self, lines: LineBuffer, number, line, c, r) -> None:
         """Line `number` of `lines` = what filter row r of channel c sees for output line `line`. `row_offsets` are evenly spaced,
         `step` apart."""
         offsets, (H, W) = self.geometry.row_offsets, self.geometry.input_size
         step = offsets[1] - offsets[0] if len(offsets) > 1 else 0
-        plane, row = self.source(line)
+        tables = (self.plane_table, self.row_table)  # the line's offset in x, and its input row
+        plane, row = (self.k.op("i64", f"load i64, ptr {p.bytes(line * 8).ref}, align 8") for p in tables)
         lines.fill(number, plane + c * (H * W), row + r * step + offsets[0], self.first_column)
 
 
@@ -299,10 +294,10 @@ class Im2colPanel(OutputLines):
         self.lines = LineBuffer(k, geometry, x, scratch.bytes(tables), columns)
         self.at = scratch.bytes(tables + round_up(4 * lines * self.lines.pitch, 64))
 
-    def pack(self, channel, last, *, pixels=None, zero_vectors: int = 1) -> None:
+    def pack(self, channel, last, *, pixels, zero_vectors: int = 1) -> None:
         """Make the im2col matrix [depth][pitch] fp32 of the channels [channel, last): load each channel's and filter row's lines,
-        copy each tap's pixels. `zero_vectors` vectors of zeros follow the first `pixels` of each depth (None: nothing). `pixels`:
-        of the lines of `seek`. Ascending depths overwrite what vectors write too far."""
+        copy each tap's pixels. `zero_vectors` vectors of zeros follow the first `pixels` of each depth, those of the lines
+        of `seek`. Ascending depths overwrite what vectors write too far."""
         k, geometry, S = self.k, self.geometry, len(self.geometry.column_offsets)
         if not geometry.taps:
             return
@@ -315,9 +310,8 @@ class Im2colPanel(OutputLines):
                 # What a line's last vector writes too far, the next line or depth overwrites.
                 with k.loop(0, self.num_lines) as line:
                     self._copy(line, s, dst)
-                if pixels is not None:
-                    for v in range(zero_vectors):
-                        dst.store(0.0, pixels + v * k.lanes)
+                for v in range(zero_vectors):
+                    dst.store(0.0, pixels + v * k.lanes)
 
     def _copy(self, line, s: int, dst) -> None:
         """Copy what filter column s multiplies of a line to the row `dst` of the matrix."""

@@ -33,16 +33,14 @@ SOFTCAPPED = Loss(softcap.row_losses, softcap.row_losses_and_gradients, softcap.
 
 @lowering("classifier", "softcapped_classifier", adds="dx", starts="dweight",
           also={"weight": PLANES, "targets": "i32", "loss_scale": "i32"})  # fmt: skip
-def lower_with_gradients(op: Op, c: Lowering) -> None:
-    lower_classifier(op, c, gradients=True)
-
-
 @lowering("classifier_loss", "softcapped_classifier_loss", also={"weight": PLANES, "targets": "i32"})
 @lowering("quantized_classifier_loss", also={"codes": "u4 i8", "targets": "i32"})
-def lower_classifier(op: Op, c: Lowering, *, gradients: bool = False) -> None:
-    """Append, for each chunk of CHUNK tokens: the logits (CHUNK, V), their losses and with `gradients` also their gradients, in
-    place; then dx and dweight from these; at the end the totals of the losses. A quantized head (`weight` None) has losses only."""
-    x, weight, loss = op.x, op.inputs.get("weight"), SOFTCAPPED if op.name.startswith("softcapped") else PLAIN
+def lower_classifier(op: Op, c: Lowering) -> None:
+    """Append, for each chunk of CHUNK tokens: the logits (CHUNK, V), their losses and, if the op has a dx, also their
+    gradients, in place; then dx and dweight from these; at the end the totals. A quantized head (`weight` None) has losses only."""
+    x, weight = op.x, op.inputs.get("weight")
+    gradients = "dx" in op.outputs
+    loss = SOFTCAPPED if op.name.startswith("softcapped") else PLAIN
     transposed = op.attrs.get("transposed", False)
     width = int(x.shape[-1])
     V = op.columns if weight is None else int(weight.shape[1 if transposed else 0])

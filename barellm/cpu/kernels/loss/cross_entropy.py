@@ -67,13 +67,23 @@ def write_gradient(k, dlogits, logits, target, lse, loss_factor, *, V: int, vali
     if mode == "add":
         target_gradient = target_gradient + dlogits.get(column)
 
+    def softmax_gradient(c, mask) -> Value:
+        return exp(k, logits.load(c, mask) - shift) * factor
+
+    overwrite_row(k, dlogits, softmax_gradient, [(column, counted, target_gradient)], V=V, valid=valid, mode=mode)
+
+
+def overwrite_row(k, dlogits, softmax_gradient: Vector, at_targets, *, V: int, valid: int, mode: str) -> None:
+    """A row of a gradient, dlogits (V): the vectors softmax_gradient(column, mask), stored or added (`mode`), zeros from column
+    `valid` on, and then the elements of the targets, of each (column, whether it is counted, what to store)."""
     for c, mask, _ in columns(k, valid, unroll=CHAINS):
-        d = exp(k, logits.load(c, mask) - shift) * factor
+        d = softmax_gradient(c, mask)
         dlogits.store(dlogits.load(c, mask) + d if mode == "add" else d, c, mask)
     if mode == "store" and valid < V:
         fill(k, dlogits.at(valid), 0.0, V - valid)
-    with k.when(counted):
-        dlogits.put(target_gradient, column)
+    for column, counted, value in at_targets:
+        with k.when(counted):
+            dlogits.put(value, column)
 
 
 def row_losses(k, lse, losses, logits, targets, row_begin, row_limit, *, V, valid, dims, inner) -> None:

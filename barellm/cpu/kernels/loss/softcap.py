@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from barellm.cpu.kernel import Lowering, Op, Value, kernel, lowering, part
-from barellm.cpu.kernels.loops import Vector, columns, elementwise, fill, flat, row_grain, shape_of
-from barellm.cpu.kernels.loss.cross_entropy import ALL_ROWS, highest, logarithm, num_rows, sum_of, total_loss
+from barellm.cpu.kernels.loops import Vector, elementwise, flat, row_grain, shape_of
+from barellm.cpu.kernels.loss.cross_entropy import ALL_ROWS, highest, logarithm, num_rows, overwrite_row, sum_of, total_loss
 from barellm.cpu.kernels.loss.loss_scale import scale_of
 from barellm.cpu.lang.vector import LOG2E, exp, exp2_within
 from barellm.program.dtypes import EIGHTS
@@ -125,14 +125,8 @@ def write_gradient(k, dlogits, row_targets: list[Target], lse, scale, softmax_gr
         value = (weights_of(row_targets) * p - column_weight) * t.slope * scale
         target_gradients.append(dlogits.get(t.column) + value if mode == "add" else value)
 
-    for c, mask, _ in columns(k, valid):
-        d = softmax_gradient(c, mask)
-        dlogits.store(dlogits.load(c, mask) + d if mode == "add" else d, c, mask)
-    if mode == "store" and valid < V:
-        fill(k, dlogits.at(valid), 0.0, V - valid)
-    for t, value in zip(row_targets, target_gradients, strict=True):
-        with k.when(t.counted):
-            dlogits.put(value, t.column)
+    at_targets = [(t.column, t.counted, value) for t, value in zip(row_targets, target_gradients, strict=True)]
+    overwrite_row(k, dlogits, softmax_gradient, at_targets, V=V, valid=valid, mode=mode)
 
 
 def factor_of(k, loss_scale, cap: Cap | None, fp8_scale=None) -> Value:
@@ -205,20 +199,13 @@ def softcap_cross_entropy(op: Op, c: Lowering) -> None:
 
 
 @lowering("softcap_cross_entropy_backward", adds="dlogits", also={"targets": "i32", "loss_scale": "i32"})
-def softcap_cross_entropy_backward(op: Op, c: Lowering) -> None:
-    lower_gradients(op, c, op.dlogits, op.modes["dlogits"], loss_scale=op.loss_scale)
-
-
 @lowering("softcap_codes", also={"targets": "i32", "y": EIGHTS})
-def softcap_codes(op: Op, c: Lowering) -> None:
-    lower_gradients(op, c, op.y, "store", scale=op.scale)
-
-
-def lower_gradients(op: Op, c: Lowering, dlogits: Tensor, mode: str, **more) -> None:
-    """Call row_gradients into `dlogits`; `more`: its operand loss_scale or scale."""
-    operands = {"dlogits": dlogits, "loss_scale": None, "scale": None, "row_begin": 0, "row_limit": ALL_ROWS, **more}
-    constants = constants_of(op, int(op.logits.shape[-1]), op.logits) | {"mode": mode}
-    c.call(row_gradients, operands, constants, writes="dlogits")
+def lower_gradients(op: Op, c: Lowering) -> None:
+    """Call row_gradients: into dlogits, or as the FP8 codes y."""
+    result = "y" if op.name == "softcap_codes" else "dlogits"
+    operands = {"dlogits": op.outputs[result], "loss_scale": op.inputs.get("loss_scale"), "scale": op.inputs.get("scale")}
+    constants = constants_of(op, int(op.logits.shape[-1]), op.logits) | {"mode": op.modes.get(result, "store")}
+    c.call(row_gradients, {**operands, "row_begin": 0, "row_limit": ALL_ROWS}, constants, writes="dlogits")
 
 
 @kernel("softcap", constants=lambda op: {"cap": op.cap, **flat(op.y)})
