@@ -144,15 +144,12 @@ class OnlineSoftmax:
         """The group's packed queries."""
         return self.s["q"].at(group * self.g.transposed_units)
 
-    def _accumulator(self, group) -> Pointer:
-        return self.s["acc"].at(group * self.g.accumulator_units())
-
     def begin(self, group, q, t, last, lowest: float) -> None:
         """Pack the group's queries from q (HeadRows), zero its sums, and set its maxima to `lowest`."""
         k, g, s = self.k, self.g, self.s
         micro.pack_tile(k, g, q.start(t), k.min(last - t, g.queries), g.queries, s["q_rows"])
         micro.transpose_tile(k, g, s["q_rows"], self.queries_of(group))
-        micro.clear(k, self._accumulator(group), g.acc_rows * g.queries)
+        micro.clear(k, s["acc"].at(group * g.accumulator_units()), g.acc_rows * g.queries)
         for v in range(g.vectors):
             s["stats"].store(lowest, group * (2 * g.queries) + v * g.lanes)
             s["stats"].store(0.0, group * (2 * g.queries) + g.queries + v * g.lanes)
@@ -164,7 +161,7 @@ class OnlineSoftmax:
         start(j): the tile's initial scores (position bias), None: zero. fill() writes dropout's multipliers, None: no dropout."""
         k, g, s = self.k, self.g, self.s
         stats = s["stats"].at(group * (2 * g.queries))
-        queries, acc = self.queries_of(group), self._accumulator(group)
+        queries, acc = self.queries_of(group), s["acc"].at(group * g.accumulator_units())
         for v, top in enumerate(self._scores(queries, begin, num_keys, tile_mask, start)):
             before = stats.load(v * g.lanes)
             highest = k.max(top, before)
@@ -183,7 +180,7 @@ class OnlineSoftmax:
         stats = s["stats"].at(group * (2 * g.queries))
         count = k.min(last - t, g.queries)
         total = [stats.load(g.queries + v * g.lanes) for v in range(g.vectors)]
-        micro.transpose_accumulator(k, g, self._accumulator(group), s["out"], [1.0 / x for x in total])
+        micro.transpose_accumulator(k, g, s["acc"].at(group * g.accumulator_units()), s["out"], [1.0 / x for x in total])
         micro.unpack_tile(k, g, s["out"], count, out.start(t), 1.0)
         if lse is not None:
             for v in range(g.vectors):

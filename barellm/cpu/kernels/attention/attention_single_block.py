@@ -91,7 +91,6 @@ def pack_head(k, g, source, count, *, rows=None, transposed=None, vnni=None) -> 
 def store_tile_rows(k, g, tile, dst, first, c, count, factors) -> None:
     """dst[first + r] (HeadRows) from column c = row r of a register tile [row][vector] times factors[r] (rows below `count`).
     `factors`: a vector or number for each row; `first`, `count`: rows of dst."""
-
     all_rows = (first + len(tile)) <= count
     for needs_check, branch in ((False, k.when), (True, k.otherwise)):
         with branch(all_rows):

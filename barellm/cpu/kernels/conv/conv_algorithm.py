@@ -93,39 +93,18 @@ class Costs(NamedTuple):
     inputs: float
 
 
-# By pass: "forward", "dx", "dw"; by m, 0 for the direct algorithm. Direct multiply-adds are in fp32:
-FP32_COSTS: dict[str, dict[int, Costs]] = {
-    "forward": {
-        0: Costs(matmul=1.33, filters=23.6, results=18.0, inputs=9.24),
-        2: Costs(matmul=2.17, filters=26.5, results=36.1, inputs=47.8),
-        4: Costs(matmul=2.33, filters=34.6, results=33.3, inputs=120.0),
-    },
-    "dx": {
-        0: Costs(matmul=1.22, filters=154.0, results=0.0, inputs=15.9),
-        2: Costs(matmul=2.19, filters=74.1, results=0.0, inputs=79.2),
-        4: Costs(matmul=2.11, filters=59.7, results=58.7, inputs=118.0),
-    },
-    "dw": {
-        0: Costs(matmul=1.96, filters=351.0, results=31.3, inputs=19.0),
-        2: Costs(matmul=1.96, filters=182.0, results=55.0, inputs=57.5),
-        4: Costs(matmul=2.29, filters=160.0, results=75.7, inputs=102.0),
-    },
+# By pass ("forward", "dx", "dw"), then by m, 0 for the direct algorithm: matmul, filters, results, inputs. In fp32:
+FP32_COSTS = {
+    "forward": {0: Costs(1.33, 23.6, 18.0, 9.24), 2: Costs(2.17, 26.5, 36.1, 47.8), 4: Costs(2.33, 34.6, 33.3, 120.0)},
+    "dx": {0: Costs(1.22, 154.0, 0.0, 15.9), 2: Costs(2.19, 74.1, 0.0, 79.2), 4: Costs(2.11, 59.7, 58.7, 118.0)},
+    "dw": {0: Costs(1.96, 351.0, 31.3, 19.0), 2: Costs(1.96, 182.0, 55.0, 57.5), 4: Costs(2.29, 160.0, 75.7, 102.0)},
 }
 
 # Where the direct algorithm runs on bf16 dot products, in multiply-adds at the peak of those:
-BF16_COSTS: dict[str, dict[int, Costs]] = {
-    "forward": {
-        0: Costs(matmul=1.11, filters=14.9, results=0.0, inputs=3.02),
-        4: Costs(matmul=2.69, filters=48.4, results=46.3, inputs=92.8),
-    },
-    "dx": {
-        0: Costs(matmul=1.13, filters=25.3, results=0.0, inputs=0.0),
-        4: Costs(matmul=2.42, filters=61.7, results=116.0, inputs=48.9),
-    },
-    "dw": {
-        0: Costs(matmul=1.06, filters=32.5, results=0.0, inputs=17.8),
-        4: Costs(matmul=2.56, filters=172.0, results=92.5, inputs=102.0),
-    },
+BF16_COSTS = {
+    "forward": {0: Costs(1.11, 14.9, 0.0, 3.02), 4: Costs(2.69, 48.4, 46.3, 92.8)},
+    "dx": {0: Costs(1.13, 25.3, 0.0, 0.0), 4: Costs(2.42, 61.7, 116.0, 48.9)},
+    "dw": {0: Costs(1.06, 32.5, 0.0, 17.8), 4: Costs(2.56, 172.0, 92.5, 102.0)},
 }
 
 
@@ -154,16 +133,17 @@ def select_tiled(isa: ISA, which: str, algorithm: str, geometry: ConvGeometry, t
         bf16: Bf16MicroKernel | None) -> TileAlgorithm | None:  # fmt: skip
     """The algorithm over tiles for a pass of a convolution, None for the direct one. With "auto" the cost models select it; `bf16`:
     the micro-kernel that the direct algorithm would have. Direct on AMX tiles is faster than any algorithm in fp32."""
-    size, plain, auto = (len(geometry.row_offsets), len(geometry.column_offsets)), is_plain(geometry, target), algorithm == "auto"
+    size = len(geometry.row_offsets), len(geometry.column_offsets)
+    plain, auto = is_plain(geometry, target), algorithm == "auto"
     result = "filters" if which == "dw" else "images"
     if algorithm == "fft" or (auto and not bf16 and plain and fft_is_faster(isa, result, geometry, images)):
         return fft_algorithm(*size)
     if algorithm == "direct" or size != (3, 3) or not plain or (auto and bf16 and isa.tiles):
         return None
-    m = 0 if auto else int(algorithm[-1])
-    if auto:
-        costs, tile_n = (BF16_COSTS if bf16 else FP32_COSTS)[which], gemm_tile(isa).nr(isa)
-        m = select_winograd_tile(costs, geometry.channels, geometry.rows, images, geometry.output_size, tile_n)
+    if not auto:
+        return winograd(int(algorithm[-1]))
+    costs = (BF16_COSTS if bf16 else FP32_COSTS)[which]
+    m = select_winograd_tile(costs, geometry.channels, geometry.rows, images, geometry.output_size, gemm_tile(isa).nr(isa))
     return winograd(m) if m else None
 
 

@@ -88,11 +88,10 @@ class OutputMap:
 
 
 class ScratchLayout:
-    """Offsets in a thread's scratch, in bytes, and its size."""
+    """Offsets in a thread's scratch, in bytes, and its size `nbytes`: the lines of `Im2colTiles`; `sums` of the item's rows x
+    pixels, if there are several K blocks; `spill`, a tile [mr][tile_n]; `im2col`, a tile's columns [depth of a K block][tile_n]."""
 
     def __init__(self, isa: ISA, geometry: ConvGeometry, blocking: Blocking) -> None:
-        """In this order: the lines of `Im2colTiles`; `sums` of the item's rows x pixels, if there are several K blocks; `spill`, a
-        tile [mr][tile_n]; `im2col`, a tile's columns [depth of a K block][tile_n]; all fp32."""
         pitch = blocking.pitch(isa)
         rows_of_split = ceil_div(ceil_div(geometry.rows, blocking.tile.mr), blocking.splits) * blocking.tile.mr
         k_blocks = ceil_div(geometry.channels, blocking.channels)
@@ -106,7 +105,7 @@ class ScratchLayout:
 class ImplicitGemm:
     """One thread's work item. Attributes beside the kernel's parameters, whose `images` is a Value here:
 
-        depth, k_blocks    elements of a filter; K blocks of channels
+        rows, depth, k_blocks   output channels of a group; elements of a filter; K blocks of channels
         tile_n, pitch      pixels of a register tile; of a work item, in whole tiles
         dense              whether the outputs are adjacent pixels of `out`
         im2col             the input lines of a K block in scratch, and (in `ScratchLayout`'s order) fp32
@@ -119,7 +118,7 @@ class ImplicitGemm:
             mode: str) -> None:  # fmt: skip
         self.k, self.out, self.a, self.mode = k, out, a, mode
         self.geometry, self.target, self.blocking, self.images = geometry, target, blocking, k.num_elements(*images)
-        self.groups, self.rows = geometry.groups, geometry.rows
+        self.rows = geometry.rows
         self.tile_n, self.pitch = blocking.tile.nr(k.isa), blocking.pitch(k.isa)
         at, scratch = k.thread_scratch(), ScratchLayout(k.isa, geometry, blocking)
         self.im2col = Im2colTiles(k, geometry, x, at, blocking.lines, blocking.columns)
@@ -134,7 +133,7 @@ class ImplicitGemm:
         row_tiles = ceil_div(self.rows, b.tile.mr)  # splits are whole tiles of rows
         split, rest = item % b.splits, item // b.splits  # part of the output channels
         column_block, rest = rest % b.column_blocks, rest // b.column_blocks
-        self.group, self.first_line = rest % self.groups, rest // self.groups * b.lines
+        self.group, self.first_line = rest % self.geometry.groups, rest // self.geometry.groups * b.lines
         self.num_lines = k.min(lines - self.first_line, b.lines)
         self.first_column = column_block * b.columns if b.column_blocks > 1 else 0
         self.pixels = self.num_lines * b.columns if b.column_blocks == 1 else k.min(Q - self.first_column, b.columns)
@@ -201,7 +200,7 @@ class ImplicitGemm:
         n, pixel = flat // (P * Q), flat % (P * Q)  # image, pixel in it
         fits = (pixel + self.tile_n <= P * Q) & (j + self.tile_n <= self.pixels)
         with k.when(fits):
-            dst = (n * self.groups + self.group) * (self.rows * P * Q) + pixel
+            dst = (n * self.geometry.groups + self.group) * (self.rows * P * Q) + pixel
             for r, line in enumerate(values):
                 for v, value in enumerate(line):
                     at = dst + (row + r) * (P * Q) + v * k.lanes
@@ -219,7 +218,7 @@ class ImplicitGemm:
             line = self.first_line + (j + pixel) // self.blocking.columns
             column = self.first_column + (j + pixel) % self.blocking.columns
             y, x = line % P * t.stride[0] + t.offset[0], column * t.stride[1] + t.offset[1]  # where `target` puts it
-            image = (line // P * self.groups + self.group) * self.rows + row  # image plane of channel `row`
+            image = (line // P * self.geometry.groups + self.group) * self.rows + row  # image plane of channel `row`
             at = image * (t.size[0] * t.size[1]) + y * t.size[1] + x
             for r in range(len(values)):
                 dst = self.out.at(at + r * (t.size[0] * t.size[1]))
@@ -231,7 +230,7 @@ def conv_implicit_gemm(k, out, a, x, *, blocking: Blocking, geometry: ConvGeomet
     channels, H, W). `sizes`: images, target, and the mode of out."""
     gemm = ImplicitGemm(k, out, a, x, blocking=blocking, geometry=geometry, **sizes)
     lines = gemm.images * geometry.output_size[0]
-    with k.parallel_for(k.ceil_div(lines, blocking.lines) * (blocking.column_blocks * gemm.groups * blocking.splits)) as item:
+    with k.parallel_for(k.ceil_div(lines, blocking.lines) * (blocking.column_blocks * geometry.groups * blocking.splits)) as item:
         gemm.seek(item, lines)
         with k.loop(0, gemm.k_blocks) if gemm.k_blocks > 1 else nullcontext(k.int(0)) as k_block:
             gemm.multiply_k_block(k_block)

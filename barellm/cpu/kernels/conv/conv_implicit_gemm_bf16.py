@@ -91,18 +91,18 @@ def pack_height(layout: conv_polyphase.PolyphaseLayout) -> int:
 
 
 class ScratchLayout:
-    """Offsets in a thread's scratch, in bytes, and its size."""
+    """Offsets in a thread's scratch, in bytes, and its size `nbytes`: polyphase planes, packed panels [image][chunk], sums [column
+    block][image], the tables `shifts`, `pixel_sums` and `pixel_targets` of 8-byte entries (`make_tables`), `spill`; the last two
+    only if not `dense`. `chunk`, `image`: bytes of a panel and of an image's sums; `k_blocks`: how many there are."""
 
     def __init__(self, isa: ISA, geometry: im2col.ConvGeometry, b: Blocking, *, dense: bool) -> None:
-        """In this order: polyphase planes, packed panels [image][chunk], sums [column block][image], the tables `shifts`,
-        `pixel_sums` and `pixel_targets` of 8-byte entries (`make_tables`), and `spill`; the last two only if not `dense`."""
         layout = b.layout(geometry)
         self.panel = round_up(layout.nbytes(isa, 2 * b.pairs, pack_height(layout)), 64)  # behind the planes of a chunk
-        self.chunk = 4 * isa.lanes * layout.padded_size(isa.lanes)  # bytes of a chunk's panel
+        self.chunk = 4 * isa.lanes * layout.padded_size(isa.lanes)
         # Packing stores `lanes` positions at a time, so up to as many behind the last panel.
         self.sums = self.panel + b.images * b.chunks * self.chunk + 4 * isa.lanes * isa.lanes
         tile_n = b.tile.nr(isa)
-        self.image = 4 * tile_n * layout.positions  # bytes of an image's sums for a block of columns
+        self.image = 4 * tile_n * layout.positions  # for a block of columns
         self.k_blocks = ceil_div(ceil_div(geometry.channels, 2 * b.pairs), b.chunks)
         self.shifts = self.sums + b.columns // tile_n * b.images * self.image + 4 * tile_n * isa.lanes
         self.pixel_sums = self.shifts + round_up(8 * b.chunks * geometry.taps, 64)
@@ -118,7 +118,7 @@ class ImplicitGemm:
         layout, scratch    of the polyphase planes, and of the blocks in scratch: `panel`, `sums`, the tables `shifts`,
                            `pixel_sums` and `pixel_targets`, `spill` (`ScratchLayout`)
         input              the planes of one chunk of channels
-        chunks, tile_n     chunks of a group's channels; output channels of a block
+        chunks, columns, tile_n   chunks of a group's channels; its output channels; those of a block
         dense              whether the outputs are adjacent pixels of `out`
 
     `seek` sets the item's `group`, its `num_images` images from `image` on, the lines of a block from `line` on, and the columns
@@ -127,7 +127,7 @@ class ImplicitGemm:
     def __init__(self, k, out, a, x, *, images: im2col.Images, geometry: im2col.ConvGeometry, target: conv_implicit_gemm.OutputMap,
             blocking: Blocking, mode: str) -> None:  # fmt: skip
         self.k, self.out, self.a, self.images = k, out, a, k.num_elements(*images)
-        self.groups, self.columns = geometry.groups, geometry.rows
+        self.columns = geometry.rows
         self.geometry, self.target, self.blocking, self.mode = geometry, target, blocking, mode
         self.dense = target == conv_implicit_gemm.OutputMap(geometry.output_size)
         self.layout, at = blocking.layout(geometry), k.thread_scratch()
@@ -145,7 +145,7 @@ class ImplicitGemm:
         """Find the parts of work item number `item`: one of `blocks` blocks of lines, `line_blocks` of an image, x columns."""
         b = self.blocking
         block, rest = item % blocks, item // blocks
-        self.group, split = rest % self.groups, rest // self.groups
+        self.group, split = rest % self.geometry.groups, rest // self.geometry.groups
         self.image, self.line = block // line_blocks * b.images, block % line_blocks * b.lines
         self.num_images = self.k.min(self.images - self.image, b.images)
         self.first_column = split * b.columns
@@ -240,7 +240,7 @@ class ImplicitGemm:
         pixels = k.min(k.int(P) - self.line, self.blocking.lines) * Q  # that exist
         last = k.min(column + self.tile_n, self.columns)
         with k.loop(column, last, lanes) as first:
-            image = ((self.image + n) * self.groups + self.group) * self.columns + first
+            image = ((self.image + n) * self.geometry.groups + self.group) * self.columns + first
             row = self.line * t.stride[0] + t.offset[0]
             dst = self.out.at(image * size + row * t.size[1] + t.offset[1])
             vector = sums.at(first - column)  # of the first of these `lanes` columns
@@ -303,7 +303,7 @@ def conv_implicit_gemm_bf16(k, out, a, x, *, blocking: Blocking, geometry: im2co
     gemm.make_tables()
     line_blocks, splits = ceil_div(geometry.output_size[0], blocking.lines), ceil_div(gemm.columns, blocking.columns)
     blocks = k.ceil_div(gemm.images, blocking.images) * line_blocks  # of lines of images
-    items = blocks * (gemm.groups * splits)
+    items = blocks * (geometry.groups * splits)
     k_blocks = gemm.scratch.k_blocks
     with amx.tile_registers(k, blocking.use_amx), k.parallel_for(items) as item:
         gemm.seek(item, blocks, line_blocks)

@@ -18,7 +18,7 @@ tiles that are transformed at a time, are accumulated in order."""
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import lcm
+from math import lcm, prod
 from typing import Any
 
 from barellm.cpu.gemm_config import Tile, tiles
@@ -71,11 +71,6 @@ class TiledConv:
     tile: Tile
     group: int
     filters: int
-
-
-def num_tiles(images: int, geometry: ConvGeometry) -> int:
-    """The tiles of so many images, which are the outputs of `geometry`."""
-    return images * geometry.output_size[0] * geometry.output_size[1]
 
 
 def gemm_tile(isa: ISA) -> Tile:
@@ -210,13 +205,11 @@ def tiled_wgrad_gemm(k, products, dy, x, first, limit, *, images: Images, geomet
 
 
 def append_input_transform(c: Lowering, how: TileAlgorithm, v, x, constants: dict[str, Any], geometry: ConvGeometry,
-        **sizes) -> Callable[[dict[str, int]], None]:  # fmt: skip
-    """The call of an input transform, v = that of the tiles of x that `geometry` sees, to be appended for some blocks of tiles.
-    `x`: images, or dy for a wgrad; `constants`: `how.of_x` or `how.of_dy`; `sizes`: images, tile_n. The call takes {first,
-    limit}."""
+        where: dict[str, int], **sizes) -> None:  # fmt: skip
+    """Append the call of an input transform, v = that of the tiles of x that `geometry` sees, for the blocks of tiles `where`:
+    {first, limit}. `x`: images, or dy for a wgrad; `constants`: `how.of_x` or `how.of_dy`; `sizes`: images, tile_n."""
     c.thread_scratch(panel_bytes(c.isa, geometry, sizes["tile_n"], how.run) + 4 * how.rows * c.isa.lanes)
-    constants = {"geometry": geometry, **constants, **sizes}
-    return lambda where: c.call(how.inputs, {"v": v, "x": x, **where}, constants, writes="v")
+    c.call(how.inputs, {"v": v, "x": x, **where}, {"geometry": geometry, **constants, **sizes}, writes="v")
 
 
 def append_tiled(c: Lowering, how: TileAlgorithm, *, out, w, x, geometry: ConvGeometry, transposed: bool, mode: str,
@@ -235,15 +228,14 @@ def append_tiled(c: Lowering, how: TileAlgorithm, *, out, w, x, geometry: ConvGe
     steps = {"step": taps * rows, "row_step": taps} if transposed else {"step": taps, "row_step": taps * C}
     constants = {"count": groups, "rows": rows, "depth": C, "flip": geometry.flipped, **steps, **how.own}
     c.call(how.filters, {"u": u, "w": w}, constants, writes="u")
-    blocks = ceil_div(num_tiles(int(x.shape[0]), conv.geometry), tile_n)
+    blocks = ceil_div(int(x.shape[0]) * prod(conv.geometry.output_size), tile_n)
     block_bytes = 4 * groups * how.positions * C * tile_n  # of V for a block of tiles
     limit = round_up(max(1, min(blocks, V_BYTES // block_bytes)), group)
     v = part(c.workspace("tiles", limit * block_bytes)), "fp32"
     c.thread_scratch(4 * how.positions * filters * group * tile_n + 4 * how.epilogue * c.isa.lanes)
-    transform = append_input_transform(c, how, v, x, how.of_x, conv.geometry, images=images, tile_n=tile_n)
     for first in range(0, blocks, limit):
         where = {"first": first, "limit": limit}
-        transform(where)
+        append_input_transform(c, how, v, x, how.of_x, conv.geometry, where, images=images, tile_n=tile_n)
         c.call(how.gemm, {"y": out, "u": u, "v": v, **where}, {"images": images, "conv": conv, "mode": mode, **how.own}, writes="y")
 
 
@@ -253,20 +245,18 @@ def append_tiled_wgrad(c: Lowering, how: TileAlgorithm, *, dw, dy, x, geometry: 
     groups, rows, columns = geometry.groups, geometry.rows, geometry.channels
     of_x, of_dy = geometry.tiled(how.m, how.n), geometry.pixelwise().tiled(how.m, how.m)
     tile_n = gemm_tile(c.isa).nr(c.isa)
-    blocks = ceil_div(num_tiles(int(x.shape[0]), of_x), tile_n)
+    blocks = ceil_div(int(x.shape[0]) * prod(of_x.output_size), tile_n)
     plane_bytes = 4 * groups * how.positions * tile_n  # of a block of tiles and a channel
     limit = max(1, min(blocks, how.wgrad_kc or V_BYTES // (plane_bytes * max(rows, columns))))
     sizes: dict[str, Any] = {"images": images, "tile_n": tile_n}
-    made, transforms = {}, []
-    for name, t, own, seen in (("dy", dy, how.of_dy, of_dy), ("x", x, how.of_x, of_x)):
-        made[name] = part(c.workspace(f"{name} tiles", limit * plane_bytes * seen.channels)), "fp32"
-        transforms.append(append_input_transform(c, how, made[name], t, own, seen, **sizes))
+    operands = (("dy", dy, how.of_dy, of_dy), ("x", x, how.of_x, of_x))
+    tiles_of = {n: (part(c.workspace(f"{n} tiles", limit * plane_bytes * seen.channels)), "fp32") for n, _, _, seen in operands}
     products = part(c.workspace("products", 4 * how.positions * groups * rows * columns)), "fp32"
-    sizes |= {"geometry": of_x, "positions": how.positions}
     for first in range(0, blocks, limit):
         where = {"first": first, "limit": limit}
-        for transform in transforms:
-            transform(where)
-        c.call(tiled_wgrad_gemm, {"products": products, **made, **where}, sizes, writes="products")
+        for name, t, own, seen in operands:
+            append_input_transform(c, how, tiles_of[name], t, own, seen, where, **sizes)
+        constants = {**sizes, "geometry": of_x, "positions": how.positions}
+        c.call(tiled_wgrad_gemm, {"products": products, **tiles_of, **where}, constants, writes="products")
     constants = {"size": groups * rows * columns, "flip": geometry.flipped, "mode": mode, **how.own}
     c.call(how.wgrad, {"dw": dw, "products": products}, constants, writes="dw")

@@ -46,11 +46,11 @@ def select_blocking(isa: ISA, geometry: ConvGeometry, images: int) -> Blocking:
 
 
 class ScratchLayout:
-    """Offsets in a thread's scratch, in bytes, and its size."""
+    """Offsets in a thread's scratch, in bytes, and its size `nbytes`. The panel is first; then `dy`, packed rows; then `sums`, a
+    vector for each element of the item's part of dw. `pitch`: elements of a row of packed dy and of a depth of the panel: a K
+    block's pixels, a vector of zeros, padding."""
 
     def __init__(self, isa: ISA, geometry: ConvGeometry, b: Blocking) -> None:
-        """`pitch`: elements of a row of packed dy and of a depth of the panel: a K block's pixels, a vector of zeros, padding. The
-        panel is first; then `dy`, the packed rows; then `sums`, a vector for each element of the item's part of dw."""
         self.pitch = panel_pitch(b.lines * b.columns + isa.lanes, isa.lanes)
         self.dy = panel_nbytes(isa, geometry, b.lines, b.columns, self.pitch, b.channels)
         self.sums = self.dy + 4 * (b.rows * self.pitch + 16)
@@ -85,7 +85,7 @@ def multiply_lanes(k, acc, left, right: Iterable[Value]) -> None:
 class WeightGradient:
     """One thread's work item. Attributes beside the kernel's parameters:
 
-        total_lines       lines of all images' outputs
+        rows, total_lines   output channels of a group; lines of all images' outputs
         max_depths        depths of a work item; the pitch of `sums`
         panel, packed_dy, sums   in scratch: the im2col panel [depth][pitch] with its tables and lines; dy's rows [row][pitch];
                           the partial sums [row][depth][lanes]; all fp32
@@ -95,7 +95,7 @@ class WeightGradient:
 
     def __init__(self, k, dw, dy, x, *, images: Images, geometry: ConvGeometry, blocking: Blocking, mode: str) -> None:
         self.k, self.dw, self.dy, self.geometry, self.blocking, self.mode = k, dw, dy, geometry, blocking, mode
-        self.groups, self.rows = geometry.groups, geometry.rows
+        self.rows = geometry.rows
         layout, scratch = ScratchLayout(k.isa, geometry, blocking), k.thread_scratch()
         self.packed_dy, self.sums, self.pitch = scratch.bytes(layout.dy), scratch.bytes(layout.sums), layout.pitch
         self.max_depths = blocking.channels * geometry.taps
@@ -133,7 +133,7 @@ class WeightGradient:
             dst = self.packed_dy.at(row * self.pitch)
             with k.loop(0, lines) as i:
                 n, y = (line + i) // P, (line + i) % P  # image, line in it
-                channel = (n * self.groups + self.group) * self.rows + self.first_row + row
+                channel = (n * self.geometry.groups + self.group) * self.rows + self.first_row + row
                 source = self.dy.at((channel * P + y) * Q + column)
                 vectors_end = k.int(columns) & -lanes
                 with k.loop(0, vectors_end, lanes) as q:
@@ -177,7 +177,7 @@ def conv_wgrad(k, dw, dy, x, *, geometry: ConvGeometry, blocking: Blocking, **si
     gradient = WeightGradient(k, dw, dy, x, geometry=geometry, blocking=blocking, **sizes)
     row_blocks, channel_blocks = ceil_div(gradient.rows, blocking.rows), ceil_div(geometry.channels, blocking.channels)
     column_blocks = ceil_div(geometry.output_size[1], blocking.columns)
-    with k.parallel_for(gradient.groups * row_blocks * channel_blocks) as item:
+    with k.parallel_for(geometry.groups * row_blocks * channel_blocks) as item:
         gradient.seek(item, row_blocks, channel_blocks)
         with (
             k.loop(0, gradient.total_lines, blocking.lines) as line,

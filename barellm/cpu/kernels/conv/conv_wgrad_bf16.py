@@ -68,16 +68,16 @@ def select_blocking(isa: ISA, tile: Tile, use_amx: bool, geometry: im2col.ConvGe
 
 
 class ScratchLayout:
-    """Offsets in a thread's scratch, in bytes, and its size."""
+    """Offsets in a thread's scratch, in bytes, and its size `nbytes`: planes of dy, planes of `x`, packed x (`panel`) [column
+    block][image][parity], `sums` [tile][tap][tile.mr][tile_n]. `parities`: of the taps' shifts; pairs of positions begin at even or
+    at odd ones; `pairs` of an image's planes take `copy` bytes for a column block."""
 
     def __init__(self, isa: ISA, geometry: im2col.ConvGeometry, b: Blocking) -> None:
-        """In this order: planes of dy, planes of x, packed x [column block][image][parity], sums [tile][tap][tile.mr][tile_n].
-        `parities`: of the taps' shifts; pairs of positions begin at even ones or at odd ones."""
         x, dy = b.layouts(geometry)
         tile_n = b.tile.nr(isa)
         self.parities = sorted({shift % 2 for shift in x.shifts()})
-        self.pairs = round_up(ceil_div(x.padded_size(isa.lanes), 2), isa.lanes)  # of an image's planes
-        self.copy = 4 * self.pairs * tile_n  # bytes of such pairs of a column block
+        self.pairs = round_up(ceil_div(x.padded_size(isa.lanes), 2), isa.lanes)
+        self.copy = 4 * self.pairs * tile_n
         self.x = dy.zeros_nbytes(isa.lanes) + 2 * b.rows * b.images * dy.channel_pitch(isa.lanes)  # planes of x, behind those of dy
         self.panel = self.x + x.nbytes(isa, tile_n) + 64 * isa.lanes  # packed x
         self.sums = self.panel + b.columns // tile_n * b.images * len(self.parities) * self.copy

@@ -309,12 +309,7 @@ class Im2colPanel(OutputLines):
                 dst = self.at.at(depth * self.pitch)
                 # What a line's last vector writes too far, the next line or depth overwrites.
                 with k.loop(0, self.num_lines) as line:
-                    self._copy(line, s, dst)
+                    for first in steps(k, 0, self.columns, k.lanes, unrolled=self.columns <= UNROLLED_COPY * k.lanes):
+                        dst.store(self.lines.tap(line, s, first), line * self.columns + first)
                 for v in range(zero_vectors):
                     dst.store(0.0, pixels + v * k.lanes)
-
-    def _copy(self, line, s: int, dst) -> None:
-        """Copy what filter column s multiplies of a line to the row `dst` of the matrix."""
-        lanes = self.k.lanes
-        for first in steps(self.k, 0, self.columns, lanes, unrolled=self.columns <= UNROLLED_COPY * lanes):
-            dst.store(self.lines.tap(line, s, first), line * self.columns + first)

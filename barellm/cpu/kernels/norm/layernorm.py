@@ -6,7 +6,7 @@ from collections.abc import Callable
 from operator import add
 from typing import Any
 
-from barellm.cpu.kernel import Lowering, Op, Value, kernel, lowering
+from barellm.cpu.kernel import Lowering, Op, Tensor, Value, kernel, lowering
 from barellm.cpu.kernels import loops
 from barellm.cpu.kernels.reductions import chunks_of_rows, column_sums, lower_column_sums
 from barellm.program.ops.norm.rmsnorm import heads_of
@@ -29,17 +29,17 @@ def row_sums(k, C: int, factors: Factors, *, unrolled: bool = False, of_u: bool 
     return [k.sum(loops.tree_reduce(chains, add)) for chains in (products, sums) if chains]
 
 
+def normalised(op: Op) -> Tensor:
+    """What has the shape of the rows that are normalised: x, or of a norm of heads (..., H, D)."""
+    return heads_of(op) if op.name.startswith("head_") else op.x
+
+
 def row_constants(op: Op) -> dict[str, Any]:
     """Constants of a kernel over rows: C columns, and what counts the rows."""
-    return {"C": int(op.x.shape[-1]), **loops.shape_of(op.x)}
+    return {"C": int(normalised(op).shape[-1]), **loops.shape_of(normalised(op))}
 
 
-def head_constants(op: Op) -> dict[str, Any]:
-    like = heads_of(op)
-    return {"C": int(like.shape[-1]), **loops.shape_of(like)}
-
-
-@kernel("head_rmsnorm", constants=lambda op: {"eps": op.eps, **head_constants(op)})
+@kernel("head_rmsnorm", constants=lambda op: {"eps": op.eps, **row_constants(op)})
 @kernel("rmsnorm", constants=lambda op: {"eps": op.eps, **row_constants(op)})
 @kernel("layernorm", constants=lambda op: {"eps": op.eps, **row_constants(op)})
 def norm(k, y, mean, rstd, x, weight, bias, *, C, eps, dims, inner) -> None:
@@ -141,7 +141,7 @@ class GradientOfRow:
             self.k.prefetch(row.at(c), near=False)
 
 
-@kernel("head_rmsnorm_dx", constants=head_constants)
+@kernel("head_rmsnorm_dx", constants=row_constants)
 @kernel("rmsnorm_dx", constants=row_constants)
 @kernel("layernorm_dx", constants=row_constants)
 def norm_dx(k, dx, dy, x, weight, mean, rstd, *, C, dims, inner, mode_dx) -> None:
@@ -174,8 +174,7 @@ def read_outputs(op: Op) -> dict[str, Any]:
 @lowering("rmsnorm_dweight", starts="dweight")
 @lowering("layernorm_dparams", starts="dweight dbias")
 def norm_dparams(op: Op, c: Lowering) -> None:
-    like = heads_of(op) if op.name == "head_rmsnorm_dweight" else op.x
-    lower_column_sums(c, dparams_partials, {}, like, read_outputs(op), op.modes)
+    lower_column_sums(c, dparams_partials, {}, normalised(op), read_outputs(op), op.modes)
 
 
 def norm_backward(k, partials, dx, rounded, dy, x, weight, mean, rstd, *, C, count, sums, dims, inner, mode_dx) -> None:

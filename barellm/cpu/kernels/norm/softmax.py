@@ -13,11 +13,6 @@ BLOCK = 4096  # columns of an online-softmax step of a longer row: 16 KB of L1
 EXP_REGISTERS = 12  # that exp needs besides a row in registers: on AVX2 four are left, 32 columns; on AVX-512 20, 320 columns
 
 
-def in_registers(k, C: int) -> bool:
-    """Whether a row of C columns fits into the registers that exp leaves."""
-    return k.lanes * (k.isa.registers - EXP_REGISTERS) >= C
-
-
 def finite(k, top) -> Value:
     """The maximum, or 0 for a row that is all -inf: -inf - -inf would be NaN."""
     return k.select(top > float("-inf"), top, 0.0)
@@ -30,7 +25,7 @@ def softmax(k, y, x, *, C, scale, dims, inner) -> None:
     nontemporal = exceeds_caches(k, rows, C, y)
     with k.parallel_range(rows, row_grain(C)) as (begin, end), k.loop(begin, end) as row:
         src, dst = x.at(row * C), y.at(row * C)
-        if in_registers(k, C):
+        if k.lanes * (k.isa.registers - EXP_REGISTERS) >= C:
             short_row(k, dst, src, C, scale, nontemporal)
         elif C <= CACHED_COLUMNS:
             cached_row(k, dst, src, C, scale, nontemporal)
@@ -79,8 +74,8 @@ def cached_row(k, dst, src, C: int, scale: float, nontemporal) -> None:
 def long_row(k, dst, src, C: int, scale: float, nontemporal) -> None:
     """dst (C) = softmax(scale src) of a row, online (Milakov and Gimelshein 2018): a first pass over blocks keeps the maximum so
     far and the sum of exponentials relative to it, which is rescaled when the maximum grows; a second pass recomputes them."""
-    top, total = k.var(float("-inf")), k.var(0.0)
-
+    top = k.var(float("-inf"))
+    total = k.var(0.0)
     for c, size in pieces(k, C, BLOCK):
         columns = src.at(c)
         old_top, block_top = top.value, highest(k, columns, size)

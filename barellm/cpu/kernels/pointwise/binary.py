@@ -50,7 +50,6 @@ def unpack_signs(k, signs, words, *, K, dims, inner, mode_signs) -> None:
 @kernel("straight_through", also={"x": PLANES}, constants=lambda op: flat(op.dx))
 def straight_through(k, dx, dy, x, *, dims, width, mode_dx) -> None:
     """dx = dy where |x| <= 1, else 0."""
-
     for i, mask, put in elementwise(k, k.num_elements(dims) * width, dx, mode=mode_dx):
         size = k.bitcast(k.bitcast(x.load(i, mask), k.ivec) & FP32_MAGNITUDE, k.vec)
         put(k.select(size <= 1.0, dy.load(i, mask), 0.0))

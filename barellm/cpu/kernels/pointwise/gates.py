@@ -50,6 +50,7 @@ def gate_logits_backward(k, partials, dx, dextra, dz, x, extra, weight, *, N, wi
     pass. Sums of few gates stay in registers, of many in L1. `strides`: of x, extra; `dstrides`, `modes`: of dx, dextra."""
     K = sum(widths)
     starts = [sum(widths[:i]) for i in range(len(widths))]  # first column of weight for x, for extra
+    # The vectors of a row: (0 for x or 1 for extra, first column there, mask).
     vectors = [(i, c, mask) for i, columns in enumerate(widths) for c, mask in k.columns(columns)]
     in_registers = N * len(vectors) <= k.isa.registers // 2
     with chunks_of_rows(k, partials, k.num_elements(dims) * inner, N * K, 1) as (dst, begin, end):
@@ -57,18 +58,19 @@ def gate_logits_backward(k, partials, dx, dextra, dz, x, extra, weight, *, N, wi
         acc = {(n, v): k.var_vec(0.0) for n in range(N) for v in range(len(vectors))} if in_registers else {}
         with k.loop(begin, end) as row:
             dz_row = dz.at(row * N)
-            for v, (i, c, mask) in enumerate(vectors):  # vector v: columns from c on of x (i = 0) or extra (1)
-                src, d = (x, extra)[i], (dx, dextra)[i].at(row * dstrides[i])  # operand, its gradient's row
-                value, total, w = src.at(row * strides[i]).load(c, mask), k.var_vec(0.0), starts[i] + c
-
-                for n in loops.steps(k, 0, N, unrolled=in_registers):  # gate n's part of dx, and of its row of dweight
+            for v, (i, c, mask) in enumerate(vectors):
+                value = (x, extra)[i].at(row * strides[i]).load(c, mask)
+                gradient = (dx, dextra)[i].at(row * dstrides[i])
+                total = k.var_vec(0.0)  # of the gradient, over the gates
+                w = starts[i] + c  # column of weight
+                for n in loops.steps(k, 0, N, unrolled=in_registers):
                     gate_dz = k.splat(dz_row.get(n))
                     total.value = k.fma(gate_dz, weight.load(n * K + w, mask), total.value)
                     if in_registers:
                         acc[n, v].value = k.fma(gate_dz, value, acc[n, v].value)
                     else:
                         dst.store(k.fma(gate_dz, value, dst.load(n * K + w, mask)), n * K + w, mask)
-                d.store(loops.accumulate(k, d, c, mask, total.value, modes[i]), c, mask)
+                gradient.store(loops.accumulate(k, gradient, c, mask, total.value, modes[i]), c, mask)
         for (n, v), sums in acc.items():
             i, c, mask = vectors[v]
             dst.store(sums.value, n * K + starts[i] + c, mask)
@@ -165,23 +167,22 @@ def gates_of(op: Op, c: Lowering) -> int:
 
 def gated_backward(k, partials, dx, dz, dy, x, z, factor, *, batch, seq, C, N, strides, scale, squash, shift, modes) -> None:
     """The kernel: dx[t - shift] = gate dy[t]; dz (rows, N) = gate_scale s (1 - s) dot, s = sigmoid(z) and dot = sum(dy x) over a
-    group's columns; partials (chunks) = sums of s dot, for the factor's gradient. dy is read once: dx of a group of columns and its
-    dot product in one pass. Scratch: a row's sigmoids, then its dots. `modes`: of dx and dz. `scale`, `squash`, `strides`: as in
-    `gated`."""
+    group's columns; partials (chunks) = sums of s dot, for the factor's gradient. Scratch: `gates`, the sigmoids of a row, then its
+    `dots`. `modes`: of dx and dz. `scale`, `squash`, `strides`: as in `gated`."""
     T, D, stride = k.size(seq), C // N, dict(strides)  # positions, columns of a gate, row strides
     rows, padded = k.size(batch) * T, -(-N // k.lanes) * k.lanes
-    gates = k.thread_scratch()  # sigmoids of a row's gates, then `dots`, padded to vectors
+    gates = k.thread_scratch()
     dots = gates.at(padded)
     factor_scale, derivative = gate_scale(k, factor, scale, squash=squash)
     # Added to, or not in whole cache lines.
     to_caches = modes[0] != "store" or D % (loops.ROW_UNROLL * k.lanes) != 0 or stride["dx"] != C
     nontemporal = None if to_caches else rows * (C * dx.itemsize) > loops.STREAM_BYTES
     with chunks_of_rows(k, partials, rows, 1, 1) as (dst, begin, end):
-        total = k.var_vec(0.0)
+        total = k.var_vec(0.0)  # sum of s dot
         with k.loop(begin, end) as row:
-            logits, dz_row = z.at(row * N), dz.at(row * N)
-            dy_row, src, dst_row = (dy.at(row * C), x.at((row - shift) * stride["x"]), dx.at((row - shift) * stride["dx"]))
-
+            z_row, dz_row, dy_row = z.at(row * N), dz.at(row * N), dy.at(row * C)
+            x_row = x.at((row - shift) * stride["x"])
+            dx_row = dx.at((row - shift) * stride["dx"])
             t = row % T if shift else None
             for has_source in source_branches(k, None if t is None else t < shift):
                 if not has_source:
@@ -189,17 +190,9 @@ def gated_backward(k, partials, dx, dz, dy, x, z, factor, *, batch, seq, C, N, s
                         dz_row.store(loops.accumulate(k, dz_row, c, mask, k.to(0.0, k.vec), modes[1]), c, mask)
                     continue
                 for c, mask, _ in loops.columns(k, N):
-                    gates.store(sigmoid(k, logits.load(c, mask)), c, mask)
-                with k.loop(0, N) as n:  # dx of the columns of gate n, and dots[n] = their sum of dy x, which dz needs
-                    gate, sums = k.splat(gates.get(n)) * factor_scale, loops.new_accumulators(k, loops.ROW_UNROLL)
-                    chains = cycle(range(loops.ROW_UNROLL))  # consecutive vectors go to different accumulators
-                    for c, mask, put in loops.write_row(k, dst_row.at(n * D), D, nontemporal=nontemporal):
-                        column, chain = n * D + c, sums[next(chains)]
-                        d = dy_row.load(column, mask)
-                        chain.value = k.fma(d, src.load(column, mask), chain.value)
-                        put(loops.accumulate(k, dst_row, column, mask, d * gate, modes[0]))
-                    dots.put(k.sum(loops.tree_reduce(sums, add)), n)
-                for c, mask, _ in loops.columns(k, N):  # dz, and the row's part of the factor's gradient
+                    gates.store(sigmoid(k, z_row.load(c, mask)), c, mask)
+                gated_dx(k, dx_row, dots, dy_row, x_row, gates, factor_scale, N=N, D=D, nontemporal=nontemporal, mode=modes[0])
+                for c, mask, _ in loops.columns(k, N):
                     s, dot = gates.load(c, mask), dots.load(c, mask)
                     if factor is not None:
                         total.value = k.fma(s, dot, total.value)
@@ -213,6 +206,21 @@ def gated_backward(k, partials, dx, dz, dy, x, z, factor, *, batch, seq, C, N, s
         if derivative is not None:
             assert dst is not None
             dst.put(k.lane(derivative, 0) * k.sum(total.value), 0)
+
+
+def gated_dx(k, dx, dots, dy, x, gates, factor_scale, *, N: int, D: int, nontemporal, mode: str) -> None:
+    """A row's dx (C) = gate_scale gates dy, and dots (N) fp32 = sum(dy x) over the D columns of each gate, for which dy is read
+    once. `gates` (N) fp32: sigmoids."""
+    with k.loop(0, N) as n:
+        gate = k.splat(gates.get(n)) * factor_scale
+        sums = loops.new_accumulators(k, loops.ROW_UNROLL)
+        chains = cycle(sums)  # consecutive vectors go to different accumulators
+        for c, mask, put in loops.write_row(k, dx.at(n * D), D, nontemporal=nontemporal):
+            column, chain = n * D + c, next(chains)
+            d = dy.load(column, mask)
+            chain.value = k.fma(d, x.load(column, mask), chain.value)
+            put(loops.accumulate(k, dx, column, mask, d * gate, mode))
+        dots.put(k.sum(loops.tree_reduce(sums, add)), n)
 
 
 @lowering("gated_backward", starts="dx dz dfactor", views="x dx factor dfactor")

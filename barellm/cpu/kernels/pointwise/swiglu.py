@@ -21,7 +21,6 @@ def constants_of(op: Op) -> dict[str, Any]:
 def swiglu(k, y, gate, up, *, name, F, strides, lines, dims, inner, mode_y) -> None:
     """y = act(gate) up."""
     stride, value = dict(strides), EMITTERS[name].value
-
     for row, columns in write_rows(k, k.num_elements(dims) * inner, F, [(y, stride["y"], mode_y)], lines=lines):
         g, u = gate.at(row * stride["gate"]), up.at(row * stride["up"])
         for c, mask, put in columns:

@@ -106,11 +106,9 @@ def lower_top_k(op: Op, c: Lowering) -> None:
     c.call(top_k, {}, {"C": C, "K": K, **shape_of(op.x)})
 
 
-def constants_of(op: Op) -> dict[str, int]:
-    return {"C": int(op.C), "K": int(op.dvalues.shape[-1]), **shape_of(op.dvalues)}
-
-
-@kernel("top_k_dx", constants=constants_of, also={"indices": "i32"})
+@kernel(
+    "top_k_dx", constants=lambda op: {"C": op.C, "K": int(op.dvalues.shape[-1]), **shape_of(op.dvalues)}, also={"indices": "i32"}
+)
 def top_k_dx(k, dx, dvalues, indices, *, C, K, dims, inner, mode_dx) -> None:
     """dx (rows, C) = dvalues (rows, K) at the columns `indices`, zero elsewhere; stored or added (mode_dx)."""
     adds = k.keep(mode_dx)
