@@ -155,7 +155,6 @@ def batched_gemm(k, u, v, first, limit, products, epilogue: Callable[..., None],
         with k.loop(0, positions) as position, k.loop(0, C, KC) as c, k.loop(0, num_blocks) as block:
             depth = k.min(C - c, KC)  # of this K block: products wait in scratch from one to the next
             right = v.at((((begin + block) * groups + group) * positions + position) * (C * tile_n) + c * tile_n)
-
             full = k.min(row1, rows - rows % conv.tile.mr)  # end of the full register tiles
             for row, tile in row_tiles(k, row0, full, row1, rows, conv.tile):
                 left = u.at(position * size + (group * rows + row) * C + c)
@@ -164,7 +163,10 @@ def batched_gemm(k, u, v, first, limit, products, epilogue: Callable[..., None],
                 for r, sums in enumerate(microkernel(k, tile, load_a, right, depth, False)):
                     for lane, value in zip(range(0, tile_n, k.lanes), sums, strict=True):
                         at = r * width + lane
-                        dst.store(value + k.select(c > 0, dst.load(at), 0.0) if C > KC else value + 0.0, at)
+                        previous = k.select(c > 0, dst.load(at), 0.0) if C > KC else 0.0  # the K blocks' before
+                        dst.store(value + previous, at)
+
+        # The epilogue: the outputs of each channel, a vector of tiles at a time.
         with k.loop(0, num_blocks * tile_n, k.lanes) as t:
             tile = (first + begin) * tile_n + t
             num_tiles = k.max(k.min(total - tile, k.lanes), 0)

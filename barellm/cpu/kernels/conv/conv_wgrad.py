@@ -57,16 +57,14 @@ class ScratchLayout:
         self.nbytes = self.sums + 4 * b.rows * b.channels * geometry.taps * isa.lanes
 
 
-def tile_shape(isa: ISA) -> tuple[int, int]:
-    """Rows x depths of a register tile."""
-    return TILES[isa.registers] if isa.fma else (2, 4)
-
-
 def register_tiles(k, rows: tuple[Any, Value], columns: tuple[Any, Value]) -> Iterator[tuple[Value, Value, int, int]]:
     """`for row, column, rows, columns in ...`: the register tiles of dw's rows [rows) x columns [columns): whole ones, then the
     rows and columns that remain, one by one. A loop as those of loops.py."""
-    (row0, row1), (column0, column1), (tile_m, tile_n) = rows, columns, tile_shape(k.isa)
-    full_rows, full_columns = row1 - (row1 - row0) % tile_m, column1 - (column1 - column0) % tile_n  # ends of the whole tiles
+    (row0, row1), (column0, column1) = rows, columns
+    tile_m, tile_n = TILES[k.isa.registers] if k.isa.fma else (2, 4)
+    # Where the whole tiles end.
+    full_rows = row1 - (row1 - row0) % tile_m
+    full_columns = column1 - (column1 - column0) % tile_n
     for begin, end, step in ((column0, full_columns, tile_n), (full_columns, column1, 1)):
         with k.loop(begin, end, step) as column:
             with k.loop(row0, full_rows, tile_m) as row:

@@ -241,16 +241,7 @@ class Im2colTiles(OutputLines):
         k, geometry, lanes, stride = self.k, self.geometry, self.k.lanes, self.geometry.stride[1]
         if not geometry.taps:
             return
-        sources = []  # of each vector: (mask of the lanes that an earlier line fills, offset in the lines), ...
-        for v in range(vectors):
-            first = k.min(pixel + v * lanes, pixels - 1)
-            line, column = first // self.columns, first % self.columns
-            pieces = [(None, line * self.pitch + column * stride)]
-            for t in range(1, self._lines_per_vector()):
-                begins = t * self.columns - column  # the lane at which line + t begins
-                offset = (line + t) * self.pitch - begins * stride
-                pieces.append((k.mask_first(begins), k.select(line + t < self.num_lines, offset, pieces[0][1])))
-            sources.append(pieces)
+        sources = [self._pieces(k.min(pixel + v * lanes, pixels - 1)) for v in range(vectors)]
         S = len(geometry.column_offsets)  # filter columns
         with k.loop(0, channels * len(geometry.row_offsets)) as row:
             at = self.lines.at.at(row * (self.max_lines * self.pitch))  # all lines of a channel and filter row
@@ -262,6 +253,19 @@ class Im2colTiles(OutputLines):
                         value = loaded if earlier is None or value is None else k.select(earlier, value, loaded)
                     assert value is not None
                     dst.store(value, (row * S + s) * (vectors * lanes) + v * lanes)
+
+    def _pieces(self, first) -> list[tuple[Value | None, Value]]:
+        """The lines that a vector of pixels from number `first` of the work item on lies in: for each (mask of the lanes that an
+        earlier line fills, None: none; the offset in the lines at which it is loaded for all lanes)."""
+        k, stride = self.k, self.geometry.stride[1]
+        line, column = first // self.columns, first % self.columns
+        begin = line * self.pitch + column * stride
+        pieces: list[tuple[Value | None, Value]] = [(None, begin)]
+        for t in range(1, self._lines_per_vector()):
+            begins = t * self.columns - column  # the lane at which line + t begins
+            offset = (line + t) * self.pitch - begins * stride
+            pieces.append((k.mask_first(begins), k.select(line + t < self.num_lines, offset, begin)))
+        return pieces
 
     def _lines_per_vector(self) -> int:
         """Over how many lines a vector of pixels may reach."""

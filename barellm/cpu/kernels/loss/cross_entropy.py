@@ -4,6 +4,7 @@ losses, margins (rows) fp32. Columns from `valid` on are padding. (dims, inner):
 Every kernel handles at most `row_limit` rows from `row_begin` on, and its pointers are to the first of them: a lowering may call it
 for all rows or for a chunk (chunked logits). Gradients may overwrite the logits."""
 
+from collections.abc import Callable
 from operator import add
 from typing import Any
 
@@ -29,13 +30,18 @@ def highest(k, logits, valid: int) -> Value:
     return k.maximum(tree_reduce(maxima, k.max))
 
 
-def sum_of(k, valid: int, term: Vector) -> Value:
-    """The sum over the first `valid` columns of a row, as a float; term(column, mask) gives a vector of terms."""
-    sums = new_accumulators(k, CHAINS)
-    for c, mask, j in columns(k, valid, unroll=CHAINS):
-        e = term(c, mask)
-        sums[j].value = sums[j].value + (e if mask is None else k.select(mask, e, 0.0))
-    return k.sum(tree_reduce(sums, add))
+def sums_over(k, C: int, terms: Callable[[Any, Value | None], list[Value]], count: int) -> list[Value]:
+    """`count` sums over C columns, as floats: terms(column, mask) gives a vector to add to each, without its masked lanes."""
+    chains = [new_accumulators(k, CHAINS) for _ in range(count)]
+    for c, mask, j in columns(k, C, unroll=CHAINS):
+        for chain, v in zip(chains, terms(c, mask), strict=True):
+            chain[j].value = chain[j].value + (v if mask is None else k.select(mask, v, 0.0))
+    return [k.sum(tree_reduce(chain, add)) for chain in chains]
+
+
+def sum_of(k, C: int, term: Vector) -> Value:
+    """`sums_over` with one sum."""
+    return sums_over(k, C, lambda c, mask: [term(c, mask)], 1)[0]
 
 
 def logarithm(k, x) -> Value:
@@ -43,13 +49,8 @@ def logarithm(k, x) -> Value:
     return k.lane(ln(k, k.splat(x)), 0)
 
 
-def log_sum_exp(k, logits, valid: int) -> Value:
-    """ln(sum(exp(row))) as a float: a pass for the maximum, then one for the sum, the row being in the cache."""
-    return sum_above(k, logits, valid, highest(k, logits, valid))
-
-
 def sum_above(k, logits, valid: int, top) -> Value:
-    """ln(sum(exp(row))) as a float, given the row's maximum `top`."""
+    """The log-sum-exp of a row as a float, ln(sum(exp(row))), given the row's maximum `top`."""
     shift = k.splat(top)
     return top + logarithm(k, sum_of(k, valid, lambda c, mask: exp(k, logits.load(c, mask) - shift)))
 
@@ -96,7 +97,7 @@ def row_losses(k, lse, losses, logits, targets, row_begin, row_limit, *, V, vali
 def write_loss(k, lse, losses, logits, target, row, valid: int) -> Value:
     """Store losses[row] = lse - logits[target], zero where the target is ignored (-1), and lse[row] unless `lse` is None. `logits`
     points to the row. Returns the row's log-sum-exp."""
-    value = log_sum_exp(k, logits, valid)
+    value = sum_above(k, logits, valid, highest(k, logits, valid))
     if lse is not None:
         lse.put(value, row)
     losses.put(k.select(target >= 0, value - logits.get(k.max(target, 0)), 0.0), row)

@@ -2,12 +2,11 @@
 rstd (N, groups) fp32. A row is one group of one image, M = channels / groups * pixels adjacent elements. One thread reads a row,
 again for each sum that depends on the one before: it stays in the cache."""
 
-from collections.abc import Callable
-from operator import add
 from typing import Any
 
 from barellm.cpu.kernel import Op, Value, dims_of, kernel
-from barellm.cpu.kernels.loops import CHAINS, accumulate, accumulate_scalar, columns, new_accumulators, row_grain, tree_reduce
+from barellm.cpu.kernels.loops import accumulate, accumulate_scalar, columns, row_grain
+from barellm.cpu.kernels.loss.cross_entropy import sums_over
 from barellm.program.tensor import Dim
 
 
@@ -17,15 +16,6 @@ def shape_of(op: Op) -> dict[str, Any]:
     groups = int((op.mean if "mean" in op.inputs else op.outputs["mean"]).shape[1])
     count = 1 if isinstance(N, Dim) else int(N)
     return {"dims": dims_of(op.x), "count": count, "channels": int(C), "pixels": int(H) * int(W), "groups": groups}
-
-
-def sums_over(k, M: int, terms: Callable[[Any, Value | None], list[Value]], count: int) -> list[Value]:
-    """`count` sums over M elements, as floats: terms(index, mask) gives a vector to add to each."""
-    chains = [new_accumulators(k, CHAINS) for _ in range(count)]
-    for i, mask, j in columns(k, M, unroll=CHAINS):
-        for chain, v in zip(chains, terms(i, mask), strict=True):
-            chain[j].value = chain[j].value + (v if mask is None else k.select(mask, v, 0.0))
-    return [k.sum(tree_reduce(chain, add)) for chain in chains]
 
 
 @kernel("group_norm", constants=lambda op: {**shape_of(op), "eps": float(op.eps)})
@@ -65,7 +55,8 @@ def group_norm_dx(k, dx, dy, x, weight, mean, rstd, *, dims, count, channels, pi
     M = group_channels * pixels
     with k.parallel_range(k.num_elements(dims, count) * groups, row_grain(M)) as (begin, end), k.loop(begin, end) as row:
         centre, inverse = mean.get(row), rstd.get(row)
-        sum_dn, sum_dnn = k.var(0.0), k.var(0.0)
+        sum_dn = k.var(0.0)
+        sum_dnn = k.var(0.0)  # of dn n
 
         def normal(p, i, mask, centre=centre, inverse=inverse) -> Value:
             return (p.load(i, mask) - centre) * inverse

@@ -57,10 +57,12 @@ def norm(k, y, mean, rstd, x, weight, bias, *, C, eps, dims, inner) -> None:
         cached: dict[int, Value] = {}  # column -> vector, with in_registers
 
         def shifted(c, mask) -> Value:
-            """x minus the row's first element, at column c; zero in masked lanes."""
+            """x at column c, of a LayerNorm minus the row's first element, and zero in masked lanes."""
             v = src.load(c, mask)
-            v = v if shift is None else v - shift
-            return v if mask is None or shift is None else k.select(mask, v, 0.0)
+            if shift is None:
+                return v
+            v = v - shift
+            return v if mask is None else k.select(mask, v, 0.0)
 
         def square_factors(c, mask, _) -> tuple[Value, Value]:
             v = shifted(c, mask)
@@ -68,6 +70,7 @@ def norm(k, y, mean, rstd, x, weight, bias, *, C, eps, dims, inner) -> None:
                 cached[c] = v
             return v, v
 
+        # The row's sums, and from them its mean and rstd.
         square, *sums = row_sums(k, C, square_factors, unrolled=in_registers, of_u=first is not None)
         if first is not None:
             offset = sums[0] * (1.0 / C)  # mean, less the first element
@@ -78,13 +81,16 @@ def norm(k, y, mean, rstd, x, weight, bias, *, C, eps, dims, inner) -> None:
         if offset is not None:
             mean.put(first + offset, row)
         rstd.put(inverse, row)
+
         centre = None if offset is None else k.splat(offset)
         scale = k.splat(inverse)
         for c, mask, put in loops.write_row(k, dst, C, nontemporal=nontemporal, unrolled=in_registers):
             n = cached[c] if in_registers else shifted(c, mask)
             n = (n if centre is None else n - centre) * scale
-            w = None if weight is None else weight.load(c, mask)
-            put(n if w is None else n * w if bias is None else k.fma(n, w, bias.load(c, mask)))
+            if weight is not None:
+                w = weight.load(c, mask)
+                n = n * w if bias is None else k.fma(n, w, bias.load(c, mask))
+            put(n)
 
 
 class Normalised:

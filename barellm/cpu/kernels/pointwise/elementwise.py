@@ -75,15 +75,10 @@ def activation_backward(k, dx, dy, x, *, name, dims, width, mode_dx) -> None:
         put(dy.load(i, mask) * EMITTERS[name].slope(k, x.load(i, mask), "fp32"))
 
 
-def _register(name: str) -> None:
-    """The kernels of an activation's two ops."""
-    a = ACTIVATIONS[name]
-    kernel(a.forward.name, constants=lambda op: {"name": name, **loops.flat(op.y)})(activation)
-    kernel(a.backward.name, constants=lambda op: {"name": name, **loops.flat(op.dx)})(activation_backward)
-
-
 for _name in EMITTERS:
-    _register(_name)
+    _ops = ACTIVATIONS[_name]
+    kernel(_ops.forward.name, constants=lambda op, name=_name: {"name": name, **loops.flat(op.y)})(activation)
+    kernel(_ops.backward.name, constants=lambda op, name=_name: {"name": name, **loops.flat(op.dx)})(activation_backward)
 
 
 @kernel("bias", constants=lambda op: {"C": int(op.bias.shape[0]), **loops.shape_of(op.y)})
