@@ -57,7 +57,8 @@ def pack_filters(k, a, w, *, packing: FilterPacking) -> None:
     is transposed into scratch, [channel][pair of taps][filter], where channels behind the last are zero; then, of a tap, the rows
     of two adjacent channels are interleaved to pairs. w: bf16, or rounded to it."""
     f, lanes = packing, k.lanes
-    vectors = ceil_div(f.columns, f.tile_n) * (f.tile_n // lanes)  # of `lanes` filters, of a group
+    vectors_per_block = f.tile_n // lanes  # of `lanes` filters
+    vectors = ceil_div(f.columns, f.tile_n) * vectors_per_block  # of a group
     buffer = k.thread_scratch("i32")
     with k.parallel_for(f.groups * vectors * f.chunks) as item:
         chunk, rest = item % f.chunks, item // f.chunks
@@ -66,33 +67,42 @@ def pack_filters(k, a, w, *, packing: FilterPacking) -> None:
         count = k.min(k.int(f.channels) - channel, 2 * f.pairs)  # channels of the chunk that exist
         with k.loop(count * f.pitch // 2, f.pairs * f.pitch) as i:
             buffer.store_raw(0, i * lanes)
-        _transpose_chunk(k, f, buffer, w, group, first, channel, count)
-        block = vector // (f.tile_n // lanes)
+        transpose_chunk = _transpose_exchanged if f.transposed else _transpose_adjacent
+        transpose_chunk(k, f, buffer, w, group, first, channel, count)
+
+        block = vector // vectors_per_block
         begin = (group * ceil_div(f.columns, f.tile_n) + block) * f.block_nbytes + chunk * (len(f.taps) * f.step_nbytes)
-        dst = a.as_dtype("i32").bytes(begin).at(vector % (f.tile_n // lanes) * lanes)  # this vector's columns of the block
+        dst = a.as_dtype("i32").bytes(begin).at(vector % vectors_per_block * lanes)  # this vector's columns of the block
         with k.loop(0, f.pairs) as pair:
             src = buffer.at(pair * (f.pitch * lanes))
             for t, tap in enumerate(f.taps):
                 # Where the tap is in the pair's even and odd channel; each row holds two adjacent taps.
-                offsets = (tap, f.pitch + tap)
-                rows = [k.bitcast(src.load_raw(e // 2 * lanes), f"<{2 * lanes} x i16>") for e in offsets]
-                halves = [x for i in range(lanes) for x in (2 * i + offsets[0] % 2, 2 * (lanes + i) + offsets[1] % 2)]
+                even, odd = tap, f.pitch + tap
+                rows = [k.bitcast(src.load_raw(e // 2 * lanes), f"<{2 * lanes} x i16>") for e in (even, odd)]
+                halves = [x for i in range(lanes) for x in (2 * i + even % 2, 2 * (lanes + i) + odd % 2)]
                 dst.store_raw(k.bitcast(k.shuffle(*rows, halves), k.ivec), (pair + t * f.pairs) * f.tile_n)
 
 
-def _transpose_chunk(k, f: FilterPacking, buffer, w, group, first, channel, count) -> None:
+def _filters_of_lanes(k, f: FilterPacking, first) -> list[Value]:
+    """The filter (output channel) of each lane, from `first` on; those behind the last one are read as the last one."""
+    return [k.min(first + i, f.columns - 1) for i in range(k.lanes)]
+
+
+def _transpose_adjacent(k, f: FilterPacking, buffer, w, group, first, channel, count) -> None:
     """buffer [channel of the chunk][pair of taps][filter] bf16 = the transpose of `count` channels, from `channel` on, of `lanes`
-    filters (output channels), from `first` on, of a group of w. Filters behind the last one are read as the last one."""
-    columns = [k.min(first + i, f.columns - 1) for i in range(k.lanes)]  # the filter that each lane has
-    if not f.transposed:
-        rows = [w.at(((group * f.columns + c) * f.channels + channel) * f.size) for c in columns]
-        total = count * f.size  # the channels' taps are adjacent
-        full = total - total % (2 * k.lanes)
-        with k.loop(0, full, 2 * k.lanes) as e:
-            _transpose_square(k, buffer.at(e * (k.lanes // 2)), [p.at(e) for p in rows])
-        with k.when(full < total):
-            _transpose_square(k, buffer.at(full * (k.lanes // 2)), [p.at(full) for p in rows], total - full)
-        return
+    filters, from `first` on, of a group of w, in which the channels' taps are adjacent."""
+    rows = [w.at(((group * f.columns + c) * f.channels + channel) * f.size) for c in _filters_of_lanes(k, f, first)]
+    total = count * f.size
+    full = total - total % (2 * k.lanes)
+    with k.loop(0, full, 2 * k.lanes) as e:
+        _transpose_square(k, buffer.at(e * (k.lanes // 2)), [p.at(e) for p in rows])
+    with k.when(full < total):
+        _transpose_square(k, buffer.at(full * (k.lanes // 2)), [p.at(full) for p in rows], total - full)
+
+
+def _transpose_exchanged(k, f: FilterPacking, buffer, w, group, first, channel, count) -> None:
+    """`_transpose_adjacent` of filters w (groups channels, columns, size), in which the filters' taps are adjacent."""
+    columns = _filters_of_lanes(k, f, first)
     with k.loop(0, count) as c:
         src = w.at((group * f.channels + channel + c) * (f.columns * f.size))
         dst = buffer.at(c * (f.pitch // 2 * k.lanes))

@@ -23,6 +23,7 @@ def transform_vectors(k, matrix: Sequence[Sequence[float]], v) -> list[Value]:
     """matrix @ v, of a constant matrix and a list of vectors. Two columns, or two rows, that differ in some signs only share work:
     their sum and their difference are enough (x + y and x - y of the parts that are equal and opposite)."""
     rows = [list(row) for row in matrix]
+    # Columns a and b: v[a] + v[b] stands for both where they are equal, v[a] - v[b] where they are opposite.
     for a in range(len(v)):
         for b in range(a + 1, len(v)):
             if _differ_in_signs([row[a] for row in rows], [row[b] for row in rows]):
@@ -30,7 +31,7 @@ def transform_vectors(k, matrix: Sequence[Sequence[float]], v) -> list[Value]:
                 v[a], v[b] = v[a] + v[b], v[a] - v[b]
                 for row in rows:
                     row[a], row[b] = (row[a], 0.0) if row[a] == row[b] else (0.0, row[a])
-    out: dict[int, Value] = {}
+    out: dict[int, Value] = {}  # row -> its result
     for i, row in enumerate(rows):
         if i in out:
             continue
@@ -117,13 +118,14 @@ def winograd_gemm(k, y, u, v, first, limit, *, images: Images, conv: TiledConv, 
     positions of fp32: the batched GEMM with the output transform as its epilogue. Scratch: `products` [position][filter][tile] of a
     work item, of `conv.filters` x `width` for each position; behind them `squares`, where a vector of tiles is transposed
     (`store_tiles`)."""
-    # Pixels of a tile's side, (m, n), tiles of a work item.
-    n, A, width = m + 2, output_matrix(m, 3), conv.group * conv.tile.nr(k.isa)
+    n = m + 2  # pixels of a tile's side
+    A = output_matrix(m, 3)
+    width = conv.group * conv.tile.nr(k.isa)  # tiles of a work item
     products = k.thread_scratch()
     squares = products.bytes(4 * n * n * conv.filters * width)
 
     def output_transform(src, tile, num_tiles, channel) -> None:
-        # [n][n] vectors of `lanes` tiles.
+        """The outputs of a vector of tiles, whose first product is at `src`."""
         square = [[src.load((i * n + j) * (conv.filters * width)) for j in range(n)] for i in range(n)]
         store_tiles(k, y, squares, transform_square(k, A, square), tile, num_tiles, channel, conv, mode)
 
@@ -150,13 +152,13 @@ def store_tiles(k, y, squares, outputs, tile, num_tiles, channel, conv: TiledCon
         src = squares.at(lane * tile_stride)
         dst = y.at(((image * (conv.geometry.groups * conv.geometry.rows) + channel) * H + ty) * W + tx)
         whole = (ty + m <= H) & (tx + m <= W)
-        plain = y.dtype == "fp32" and mode == "store"
-        if plain:
+        stores_rows = y.dtype == "fp32" and mode == "store"
+        if stores_rows:
             with k.when(whole):
                 for i in range(m):
                     four = k.op(f"<{m} x float>", f"load <{m} x float>, ptr {src.at(i * 4).ref}, align 4")
                     k.line(f"store {four.typed}, ptr {dst.at(i * W).ref}, align 4")
-        with k.otherwise(whole) if plain else k.when(k.const(1, "i1")):  # the pixels that are in the image, one by one
+        with k.otherwise(whole) if stores_rows else k.when(k.const(1, "i1")):  # the pixels that are in the image, one by one
             rows, columns = k.min(H - ty, m), k.min(W - tx, m)
             with k.loop(0, rows) as i, k.loop(0, columns) as j:
                 accumulate_scalar(k, dst, i * W + j, src.get(i * 4 + j), mode)

@@ -46,11 +46,11 @@ def mix(k, y, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, dims, width, mode_y) -
 def mix_backward(k, partials, dx0, dx1, dx2, dx3, dy, x0, x1, x2, x3, k0, k1, k2, k3, *, numbers, modes, C, dims, inner) -> None:
     """The kernel: dx_i = k_i dy, and partials (chunks, learned coefficients) fp32 = sum(dy x_i) over the rows of each chunk, in one
     pass that reads dy once. `modes`: of dx0...; a dx that is not computed is None."""
-    n = len(numbers)
+    n = len(numbers)  # terms
+    xs, dxs, ks = (x0, x1, x2, x3)[:n], (dx0, dx1, dx2, dx3)[:n], (k0, k1, k2, k3)[:n]
     learned = [i for i in range(n) if numbers[i] is None]
-    xs = (x0, x1, x2, x3)
-    factors = [coefficient(k, numbers[i], p) for i, p in zip(range(n), (k0, k1, k2, k3), strict=False)]
-    results = [(dx, factors[i], modes[i]) for i, dx in zip(range(n), (dx0, dx1, dx2, dx3), strict=False) if dx is not None]
+    factors = [coefficient(k, number, p) for number, p in zip(numbers, ks, strict=True)]
+    results = [(dx, factor, mode) for dx, factor, mode in zip(dxs, factors, modes, strict=True) if dx is not None]
     rows = k.num_elements(dims) * inner
     step = CHAINS * k.lanes  # elements of an iteration
     nontemporal = [loops.exceeds_caches(k, rows, C, dx) if mode == "store" else None for dx, _, mode in results]
