@@ -223,9 +223,8 @@ def attention_backward_single_block(k, dq, dkeys, dvalues, q, keys, values, dout
         with query_heads(k, group) as group_index:
             head = kv_head * group + group_index
             pack_head(k, g, micro.HeadRows.of(q, token, head, D=D, stride=strides[0]), T, transposed=s["q_transposed"], vnni=s["q"])
-            pack_head(
-                k, g, micro.HeadRows.of(dout, token, head, D=D, stride=heads * D), T, transposed=s["do_transposed"], vnni=s["do"]
-            )
+            dout_rows = micro.HeadRows.of(dout, token, head, D=D, stride=heads * D)
+            pack_head(k, g, dout_rows, T, transposed=s["do_transposed"], vnni=s["do"])
             head_row = (sequence * heads + head) * T  # of lse and delta
             with k.loop(0, micro.round_up(k, T, g.queries), g.lanes) as t:
                 mask = k.mask_first(T - t)

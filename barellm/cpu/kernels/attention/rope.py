@@ -12,8 +12,7 @@ def constants_of(op: Op) -> dict[str, Any]:
     columns of a row; `half`: rotated pairs of a head."""
     lines = all(n % 64 == 0 for n in (op.y.first_column, op.y.row_stride))
     sizes = {"W": int(op.x.shape[2]), "half": int(op.cos.shape[1]), "heads": op.heads}
-    axes = {**batch_and_seq(op.x)}
-    return {**sizes, **axes, "inverse": op.inverse, "strides": (op.x.row_stride, op.y.row_stride), "lines": lines}
+    return {**sizes, **batch_and_seq(op.x), "inverse": op.inverse, "strides": (op.x.row_stride, op.y.row_stride), "lines": lines}
 
 
 @kernel("rope", constants=constants_of, views="x y", also={"positions": "i32"})

@@ -53,13 +53,15 @@ class Blocking:
 def select_blocking(isa: ISA, geometry: ConvGeometry, *, gradient: bool) -> Blocking:
     """Register tiles whose sums (of the filters' `gradient`: vectors of dy) fit into the registers; blocks whose lines fit L1."""
     P, Q = geometry.output_size
-    columns = Q if Q <= MAX_COLUMNS else MAX_COLUMNS
+    columns = min(Q, MAX_COLUMNS)
     max_tile_m = 4 if gradient or isa.registers < 32 else 8  # lines of a register tile
     tile_m = ceil_div(P, ceil_div(P, max_tile_m))
     # Bytes of x that an output line adds.
     line = 4 * geometry.pitch(columns, isa.lanes) * min(geometry.stride[0], window_height(geometry))
-    tiles = min(max(1, LINE_BYTES // (line * tile_m)), ceil_div(P, tile_m))
-    return Blocking(ceil_div(ceil_div(P, tile_m), ceil_div(ceil_div(P, tile_m), tiles)) * tile_m, columns, tile_m)
+    all_tiles = ceil_div(P, tile_m)
+    max_tiles = min(max(1, LINE_BYTES // (line * tile_m)), all_tiles)  # of a block
+    tiles = ceil_div(all_tiles, ceil_div(all_tiles, max_tiles))  # blocks of equal size
+    return Blocking(tiles * tile_m, columns, tile_m)
 
 
 def window_height(geometry: ConvGeometry) -> int:
@@ -68,21 +70,19 @@ def window_height(geometry: ConvGeometry) -> int:
 
 
 class LineBlock:
-    """Some output lines of one channel of one image: the input lines that they see in scratch, and their register tiles."""
+    """Some output lines of one channel of one image of x (N, groups, H, W), and their register tiles. In scratch: `lines`, the
+    input lines that they see, and behind them `sums`, vectors of fp32. An image plane has `line_blocks` x `column_blocks` blocks.
+    `load_lines` sets the block's first output pixel (`line`, `column`), and `num_lines` x `columns` that exist."""
 
     def __init__(self, k, x, geometry: ConvGeometry, blocking: Blocking) -> None:
-        """x (N, groups, H, W) is read. Scratch: `lines`, the block's input lines, and behind them `sums`, vectors of fp32. An image
-        plane has `line_blocks` x `column_blocks` blocks."""
         self.k, self.geometry, self.blocking = k, geometry, blocking
         self.lines = LineBuffer(k, geometry, x, k.thread_scratch(), blocking.columns)
         self.sums = self.lines.at.at(blocking.input_lines(geometry) * self.lines.pitch)
-        self.line_blocks, self.column_blocks = (
-            ceil_div(n, m) for n, m in zip(geometry.output_size, (blocking.lines, blocking.columns), strict=True)
-        )
+        self.line_blocks = ceil_div(geometry.output_size[0], blocking.lines)
+        self.column_blocks = ceil_div(geometry.output_size[1], blocking.columns)
 
     def load_lines(self, plane, number) -> None:
-        """Load block `number` of the image's channel `plane`. `plane`: counted over images and channels. Sets the block's first
-        output pixel (`line`, `column`), and `num_lines` x `columns` that exist."""
+        """Load block `number` of the image's channel `plane`, which is counted over images and channels."""
         k, b, (P, Q), (H, W) = self.k, self.blocking, self.geometry.output_size, self.geometry.input_size
         self.line = number // self.column_blocks * b.lines
         column = number % self.column_blocks * b.columns if self.column_blocks > 1 else 0

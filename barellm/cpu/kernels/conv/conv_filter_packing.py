@@ -83,15 +83,11 @@ def pack_filters(k, a, w, *, packing: FilterPacking) -> None:
                 dst.store_raw(k.bitcast(k.shuffle(*rows, halves), k.ivec), (pair + t * f.pairs) * f.tile_n)
 
 
-def _filters_of_lanes(k, f: FilterPacking, first) -> list[Value]:
-    """The filter (output channel) of each lane, from `first` on; those behind the last one are read as the last one."""
-    return [k.min(first + i, f.columns - 1) for i in range(k.lanes)]
-
-
 def _transpose_adjacent(k, f: FilterPacking, buffer, w, group, first, channel, count) -> None:
     """buffer [channel of the chunk][pair of taps][filter] bf16 = the transpose of `count` channels, from `channel` on, of `lanes`
-    filters, from `first` on, of a group of w, in which the channels' taps are adjacent."""
-    rows = [w.at(((group * f.columns + c) * f.channels + channel) * f.size) for c in _filters_of_lanes(k, f, first)]
+    filters, from `first` on, of a group of w, in which the channels' taps are adjacent. Filters behind the last are read as it."""
+    columns = [k.min(first + i, f.columns - 1) for i in range(k.lanes)]  # the filter that each lane has
+    rows = [w.at(((group * f.columns + c) * f.channels + channel) * f.size) for c in columns]
     total = count * f.size
     full = total - total % (2 * k.lanes)
     with k.loop(0, full, 2 * k.lanes) as e:
@@ -102,7 +98,7 @@ def _transpose_adjacent(k, f: FilterPacking, buffer, w, group, first, channel, c
 
 def _transpose_exchanged(k, f: FilterPacking, buffer, w, group, first, channel, count) -> None:
     """`_transpose_adjacent` of filters w (groups channels, columns, size), in which the filters' taps are adjacent."""
-    columns = _filters_of_lanes(k, f, first)
+    columns = [k.min(first + i, f.columns - 1) for i in range(k.lanes)]
     with k.loop(0, count) as c:
         src = w.at((group * f.channels + channel + c) * (f.columns * f.size))
         dst = buffer.at(c * (f.pitch // 2 * k.lanes))

@@ -103,13 +103,10 @@ class ScratchLayout:
 
 
 class ImplicitGemm:
-    """One thread's work item. Attributes beside the kernel's parameters, whose `images` is a Value here:
-
-        rows, depth, k_blocks   output channels of a group; elements of a filter; K blocks of channels
-        tile_n, pitch      pixels of a register tile; of a work item, in whole tiles
-        dense              whether the outputs are adjacent pixels of `out`
-        im2col             the input lines of a K block in scratch, and (in `ScratchLayout`'s order) fp32
-        sums, spill, tile_columns   partial sums; a tile stored pixel by pixel; a tile's im2col columns [depth of a K block][tile_n]
+    """One thread's work item. `rows`: output channels of a group; `depth`: elements of a filter; `k_blocks`: K blocks of channels;
+    `tile_n`, `pitch`: pixels of a register tile, and of a work item in whole tiles; `dense`: whether outputs are adjacent pixels of
+    `out`. In scratch: `im2col`, the input lines of a K block; `sums`; `spill`, a tile stored pixel by pixel; `tile_columns`, the
+    im2col columns of a tile [depth of a K block][tile_n].
 
     `seek` sets the item's `group`, its output channels [first_row, last_row), and its `pixels` pixels of `num_lines` lines from
     `first_line` and `first_column` on; `multiply_k_block` sets the `k_block`, its `num_channels` channels from `channel` on."""

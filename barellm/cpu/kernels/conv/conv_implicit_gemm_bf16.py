@@ -113,13 +113,9 @@ class ScratchLayout:
 
 
 class ImplicitGemm:
-    """One thread's work item. Attributes beside the kernel's parameters, whose `images` is a Value here:
-
-        layout, scratch    of the polyphase planes, and of the blocks in scratch: `panel`, `sums`, the tables `shifts`,
-                           `pixel_sums` and `pixel_targets`, `spill` (`ScratchLayout`)
-        input              the planes of one chunk of channels
-        chunks, columns, tile_n   chunks of a group's channels; its output channels; those of a block
-        dense              whether the outputs are adjacent pixels of `out`
+    """One thread's work item. `columns`: output channels of a group, `tile_n` of a block; `chunks`: of a group's input channels;
+    `dense`: whether outputs are adjacent pixels of `out`. `scratch` has the offsets of `panel`, `sums`, the tables and `spill`;
+    `input`: the polyphase planes of one chunk, of `layout`.
 
     `seek` sets the item's `group`, its `num_images` images from `image` on, the lines of a block from `line` on, and the columns
     of a block from `first_column` on."""

@@ -114,12 +114,12 @@ class PolyphaseLayout:
 
 
 class PolyphaseBuffer:
-    """The planes of `channels` channels at a time in scratch, or `height` of their lines, packed from images x. `at`: the first
-    channel's; `pitch`: elements to the next channel's. A line of zeros before them stands for the rows outside the image."""
+    """The planes of `channels` channels at a time, or `height` lines of a plane (None: all of all), packed from images x (N, groups
+    channels, H, W), bf16, in `layout.nbytes` bytes of scratch. `at`: the first channel's; `pitch`: elements to the next channel's;
+    `zeros`: a line before them, which stands for the rows outside the image. `seek` sets the channels from `first` of a group on,
+    the output lines from `line` on, and `source`, the number of the first channel's plane in x."""
 
     def __init__(self, k, layout: PolyphaseLayout, x, scratch, *, channels: int, height: int | None = None) -> None:
-        """`x`: bf16 (N, groups channels, H, W); `scratch`: `layout.nbytes` bytes, for `channels` channels of all planes, or of
-        `height` lines of a plane (None: all lines). Writes the line of zeros."""
         self.k, self.layout, self.geometry, self.x, self.channels = k, layout, layout.geometry, x, channels
         self.zeros = scratch.as_dtype("bf16")
         nbytes = layout.zeros_nbytes(k.lanes)
@@ -128,8 +128,7 @@ class PolyphaseBuffer:
             self.zeros.store_raw(0, i)
 
     def seek(self, image, group, first, line) -> None:
-        """Select the channels from `first` of a group on, and the block of output lines from `line` on, which `pack` and
-        `pack_lines` read. `source`: the number of the first channel's plane in x."""
+        """Select the channels and the block of output lines that `pack` and `pack_lines` read."""
         self.first, self.line = first, line
         self.source = (image * self.geometry.groups + group) * self.geometry.channels + first
 

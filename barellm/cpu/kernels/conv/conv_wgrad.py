@@ -81,12 +81,8 @@ def multiply_lanes(k, acc, left, right: Iterable[Value]) -> None:
 
 
 class WeightGradient:
-    """One thread's work item. Attributes beside the kernel's parameters:
-
-        rows, total_lines   output channels of a group; lines of all images' outputs
-        max_depths        depths of a work item; the pitch of `sums`
-        panel, packed_dy, sums   in scratch: the im2col panel [depth][pitch] with its tables and lines; dy's rows [row][pitch];
-                          the partial sums [row][depth][lanes]; all fp32
+    """One thread's work item. `rows`: output channels of a group; `total_lines`: of all images' outputs; `max_depths`: depths of a
+    work item. In scratch, fp32: `panel`, im2col [depth][pitch]; `packed_dy` [row][pitch]; `sums` [row][max_depths][lanes].
 
     `seek` sets the item's `group`, its `num_rows` rows from `first_row` on, and its `num_depths` depths, of the input channels
     [channel, last_channel)."""

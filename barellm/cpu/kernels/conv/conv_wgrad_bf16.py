@@ -85,11 +85,8 @@ class ScratchLayout:
 
 
 class WeightGradient:
-    """One thread's work item. Attributes beside the kernel's parameters, whose `images` is a Value here:
-
-        layout, scratch    of x's polyphase planes, and of the blocks in scratch (`ScratchLayout`)
-        dy, x              polyphase planes; `panel`: x packed to pairs of positions; `sums` of dw, fp32
-        steps, tile_n      steps of a micro-kernel, for an image; input channels of a block
+    """One thread's work item. In scratch (`scratch`): `dy` and `x`, polyphase planes, those of x of `layout`; `panel`, x packed to
+    pairs of positions; `sums` of dw, fp32. `steps`: of a micro-kernel, for an image; `tile_n`: input channels of a block.
 
     `seek` sets the item's `group`, its `num_rows` output channels from `row` on, and its `num_columns` input channels from
     `column` on."""

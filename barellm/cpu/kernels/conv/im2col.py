@@ -73,11 +73,10 @@ class ConvGeometry:
 
 
 class OutputLines:
-    """The output lines of a work item: at most `lines` lines of `columns` outputs each, of one group. Two tables in scratch have
-    for each of them the offset of its image's channels in x, and the input row at which its window begins."""
+    """The output lines of a work item: at most `lines` lines of `columns` outputs each, of one group. Two tables in scratch have an
+    i64 for each: `plane_table` the offset of its image's channels in x, `row_table` the input row at which its window begins."""
 
     def __init__(self, k, geometry: ConvGeometry, scratch, lines: int, columns: int) -> None:
-        """`scratch`: 16 bytes for each of `lines`: an i64 of `plane_table` and one of `row_table`."""
         self.k, self.geometry, self.columns = k, geometry, columns
         self.plane_table, self.row_table = scratch, scratch.bytes(8 * lines)
 
