@@ -59,8 +59,8 @@ def gate_logits_backward(k, partials, dx, dextra, dz, x, extra, weight, *, N, wi
         with k.loop(begin, end) as row:
             dz_row = dz.at(row * N)
             for v, (i, c, mask) in enumerate(vectors):
-                value = (x, extra)[i].at(row * strides[i]).load(c, mask)
                 gradient = (dx, dextra)[i].at(row * dstrides[i])
+                value = (x, extra)[i].at(row * strides[i]).load(c, mask)
                 total = k.var_vec(0.0)  # of the gradient, over the gates
                 w = starts[i] + c  # column of weight
                 for n in loops.steps(k, 0, N, unrolled=in_registers):
