@@ -1,7 +1,5 @@
 """The folder of a run: made, locked, and tried for writing before anything slow begins."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from itertools import count
@@ -29,7 +27,7 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def __enter__(self) -> RunFolder:
+    def __enter__(self) -> "RunFolder":
         """Create or check the folder, lock it, remove temporaries, and probe that it can be written. After an error nothing that
         was made here stays. UserError for a finished run without `resume`, and for a file in the folder's place."""
         missing_parents = [folder for folder in self.path.parents if not folder.exists()]

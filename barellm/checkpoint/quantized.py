@@ -5,8 +5,6 @@ In weights.safetensors a quantized matrix NAME (N, K) has two tensors: NAME.code
 where that cannot have them. The other parameters are fp32 there as in any checkpoint. meta.json names the format as "weights", and
 the numbers that 4-bit codes stand for as "table". The first folders of nf4 have no table: theirs is that of "nf4-v1"."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +73,7 @@ def tensors_of(parameter: Tensor, how: Scheme, scales: str = "fp16") -> dict[str
 class Quantized:
     """A row source for `checkpoint.save`: fp32 parameters, but for the matrices in `schemes`, which are `codes` and scales."""
 
-    numbers: Weights
+    numbers: "Weights"
     schemes: Mapping[str, Scheme]
     codes: Mapping[str, tuple[np.ndarray, np.ndarray]]
 

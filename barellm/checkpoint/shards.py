@@ -4,8 +4,6 @@ Every rank reads a checkpoint itself, and keeps its share. To save, rank 0 write
 which it has none, piece by piece: no rank ever holds more than a piece of what is not its own. So the files are those of one
 process, and a run goes on with any number of ranks. While the training goes on, threads do that, and read snapshots."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -31,7 +29,7 @@ class ShardedState:
         self.tensors = dict(tensors)
         self._session, self._parts, self._ranks, self._background = session, parts, ranks, background
 
-    def snapshot(self, names: Collection[str], *, threads: int) -> tuple[ShardedState, Snapshot]:
+    def snapshot(self, names: Collection[str], *, threads: int) -> "tuple[ShardedState, Snapshot]":
         """(these tensors as they are now, readable across ranks by a thread of each; this rank's part of them)."""
         pieces = []
         for name, lo, hi in pieces_of(self.tensors, names):

@@ -3,8 +3,6 @@
 Nothing is copied as long as nothing changes: forward and backward passes only read weights and the optimizer's state, so the writer
 reads them where they lie. Before a program runs that changes some of them, the rows that the writer has not had yet are copied."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +33,7 @@ class Snapshot:
     """A `checkpoint.Source` of some pieces of a session's tensors: `read_rows` gives each once, in any order of tensors. `waits`:
     whether `keep` may wait for the reader."""
 
-    def __init__(self, session: Source, pieces: Iterable[Piece], *, threads: int, waits: bool = True) -> None:
+    def __init__(self, session: "Source", pieces: Iterable[Piece], *, threads: int, waits: bool = True) -> None:
         self.tensors: Mapping[str, Any] = session.tensors
         self.copied = 0  # bytes, so far
         self._session, self._threads, self._waits = session, threads, waits
@@ -44,7 +42,7 @@ class Snapshot:
         self._lock = threading.Lock()
         self._over = threading.Event()
 
-    def read_rows(self, name: str, lo: int, hi: int) -> np.ndarray:
+    def read_rows(self, name: str, lo: int, hi: int) -> "np.ndarray":
         piece = (name, lo, hi)
         with self._lock:  # nothing changes while a piece is read
             del self._left[piece]
@@ -70,7 +68,7 @@ class Snapshot:
         """Whether there is memory for copies of all that is left."""
         return has_room(sum(map(self._nbytes, self._left)))
 
-    def _copy(self, block: Sequence[Piece]) -> dict[Piece, np.ndarray]:
+    def _copy(self, block: Sequence[Piece]) -> "dict[Piece, np.ndarray]":
         """Copies of neighbouring pieces of one tensor, in memory of their own: large, for the system gives that huge pages."""
         name, first, _ = block[0]
         rows = self._session.read_rows(name, first, block[-1][2])

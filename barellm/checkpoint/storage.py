@@ -1,7 +1,5 @@
 """Files that appear whole or not at all. Calls that change the disk go through `system`: tests fail each."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -119,7 +117,7 @@ class NewFile:
             system.close(self._fd)
             self._fd = -1
 
-    def __enter__(self) -> NewFile:
+    def __enter__(self) -> "NewFile":
         return self
 
     def __exit__(self, *error: object) -> None:

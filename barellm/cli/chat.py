@@ -4,8 +4,6 @@ written, and its generation_config.json how tokens are chosen.
 /help shows what else can be typed. Ctrl-C ends an answer, Ctrl-D the talk. The thinking of a model, between <think> and </think>,
 is dim in a terminal. Where messages and an answer no longer fit into the model's positions, the oldest messages are left out."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys
@@ -67,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _banner(checkpoint: Found) -> str:
+def _banner(checkpoint: "Found") -> str:
     own = checkpoint.tokenizer.conventions.templates
     how = "its chat template" if own else "no chat template: lines `User: ...`, as fine-tuning on messages has them"
     return f"{checkpoint.path}: {how}\nCtrl-C ends an answer, Ctrl-D the talk; /help shows more.\n"
@@ -92,7 +90,7 @@ def _line() -> str | None:
 class Talk:
     """A conversation: what was said, and what of it fits into `most` positions with `room` tokens of an answer."""
 
-    def __init__(self, tokenizer: Tokenizer, most: int, room: int, args: argparse.Namespace) -> None:
+    def __init__(self, tokenizer: "Tokenizer", most: int, room: int, args: argparse.Namespace) -> None:
         self.tokenizer, self.most, self.room, self.system = tokenizer, most, room, args.system
         self.thinking = args.thinking
         self.variables: dict[str, Any] = {"enable_thinking": False} if args.no_thinking else {}
@@ -132,7 +130,7 @@ class Talk:
                 raise UserError(f"the message has {len(ids)} tokens with its template, the model {self.most} positions")
             self.messages = self.messages[next_user:]
 
-    def answer(self, line: str, decoder: Decoder, how: Sampling) -> None:
+    def answer(self, line: str, decoder: "Decoder", how: "Sampling") -> None:
         """Generate and print the answer to a message; Ctrl-C ends it early. A message that does not fit is dropped with a line."""
         from barellm.generation.writing import Written, write
 

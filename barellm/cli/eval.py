@@ -1,7 +1,5 @@
 """Evaluate a checkpoint: loss in nats per token and bits per byte on a validation split, or accuracy on HellaSwag."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -57,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     return _loss(args, checkpoint) if args.per_document is None else _documents(args, checkpoint)
 
 
-def _loss(args: argparse.Namespace, checkpoint: Found) -> int:
+def _loss(args: argparse.Namespace, checkpoint: "Found") -> int:
     """Evaluate the loss of the text of --data or of the run's own, and print it: nats a token, bits a byte. Returns 0."""
     from barellm.data.sources import prepare
     from barellm.evaluation.validation import Evaluator
@@ -89,12 +87,12 @@ def _loss(args: argparse.Namespace, checkpoint: Found) -> int:
     return 0
 
 
-def _check_finite(checkpoint: Found, nats: float) -> None:
+def _check_finite(checkpoint: "Found", nats: float) -> None:
     if not math.isfinite(nats):
         raise UserError(f"the loss of {checkpoint.path} is {nats}, expected a finite number: are the weights finite?")
 
 
-def _print(checkpoint: Found, nats: float, bits: float | None, words: str) -> None:
+def _print(checkpoint: "Found", nats: float, bits: float | None, words: str) -> None:
     from barellm.training.report import perplexity
 
     per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
@@ -102,7 +100,7 @@ def _print(checkpoint: Found, nats: float, bits: float | None, words: str) -> No
     show(f"  {checkpoint.path} on {words}")
 
 
-def _hellaswag(args: argparse.Namespace, checkpoint: Found) -> int:
+def _hellaswag(args: argparse.Namespace, checkpoint: "Found") -> int:
     """Evaluate HellaSwag and print both accuracies, by the sum and the mean of an ending's losses. Returns 0."""
     from barellm.evaluation import hellaswag
     from barellm.evaluation.scoring import Scorer, shape_for
@@ -126,7 +124,7 @@ def _hellaswag(args: argparse.Namespace, checkpoint: Found) -> int:
     return 0
 
 
-def _documents(args: argparse.Namespace, checkpoint: Found) -> int:
+def _documents(args: argparse.Namespace, checkpoint: "Found") -> int:
     """Evaluate each document by itself, write their rows, and print the totals."""
     from barellm.data import forms, reading
     from barellm.data.sources import find_text, prepare

@@ -1,7 +1,5 @@
 """The dispatcher: a static table of commands, so that `--help` imports none of them."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -66,12 +64,12 @@ def run_command(argv: Sequence[str]) -> int:
     return import_module(f"barellm.cli.{name}").run(parsed(argv))
 
 
-def parsed(argv: Sequence[str]) -> argparse.Namespace:
+def parsed(argv: Sequence[str]) -> "argparse.Namespace":
     """The options of a command line, which names a command that there is."""
     return parser_of(argv[0], argv[1:]).parse(argv[1:])
 
 
-def parser_of(name: str, words: Sequence[str]) -> Parser:
+def parser_of(name: str, words: Sequence[str]) -> "Parser":
     """The parser of a command, whose options depend on the models and the preset that `words` name."""
     from barellm import models
     from barellm.cli.parsing.options import Parser, add_own_models

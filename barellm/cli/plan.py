@@ -1,7 +1,5 @@
 """Memory and roofline plan of a training run, to the byte and to the operation, without running or allocating anything."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -92,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _ranks(args: argparse.Namespace, config: Config) -> Ranks:
+def _ranks(args: argparse.Namespace, config: "Config") -> "Ranks":
     """The first of --ranks, or this process alone."""
     from barellm.training import agreement
 
@@ -103,7 +101,7 @@ def _ranks(args: argparse.Namespace, config: Config) -> Ranks:
     return ranks
 
 
-def _scale(args: argparse.Namespace, config: Config, ceiling: Ceiling | None) -> int:
+def _scale(args: argparse.Namespace, config: "Config", ceiling: "Ceiling | None") -> int:
     """Print the scaling model's prediction. Without --measure or --card the roofline is an H100's."""
     from barellm.tools.plan import devices, scale
 
@@ -131,7 +129,7 @@ def _one_gemm(args: argparse.Namespace, dtype: str) -> int:
     return 0
 
 
-def _gemms(args: argparse.Namespace, built: Any, step: Iterable[str], config: Config) -> tuple[list[Any], list[str]]:
+def _gemms(args: argparse.Namespace, built: Any, step: Iterable[str], config: "Config") -> tuple[list[Any], list[str]]:
     from barellm.cuda.kernel import Sizes
 
     tilings, lines = _tilings(args, built, step, Sizes(config.train.micro_batch_size, config.train.seq))

@@ -1,7 +1,5 @@
 """Turn text into shards of tokens, in the format of llm.c's .bin files."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -159,7 +157,7 @@ def _show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _texts(one: Examples, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+def _texts(one: "Examples", tokenizer: "Tokenizer") -> list[tuple[str, bool]]:
     """(text, is trained) segments of an example; special tokens are shown by name."""
     names = {i: name for name, i in tokenizer.special.items()}
     segments: list[tuple[bytes, bool]] = []
@@ -188,7 +186,7 @@ def _coloured(parts: list[tuple[str, bool]], width: int, colours: bool) -> str:
     return "\n".join(f"{bar}{line}" for line in lines)
 
 
-def _path_of(source: str, work: StagingDir) -> str:
+def _path_of(source: str, work: "StagingDir") -> str:
     from barellm.data.named import tinyshakespeare
 
     if source == "-":
@@ -196,7 +194,7 @@ def _path_of(source: str, work: StagingDir) -> str:
     return str(tinyshakespeare()) if source == "tinyshakespeare" else source
 
 
-def _checked(args: argparse.Namespace) -> tuple[float, Layout, bool]:
+def _checked(args: argparse.Namespace) -> "tuple[float, Layout, bool]":
     """Validate the options: (validation fraction, layout of documents, whether the source is a hub data set)."""
     from barellm.data.kinds import check_kind
     from barellm.data.named import hub_sets, is_named

@@ -1,8 +1,6 @@
 """Weight quantization of a checkpoint, with error compensation on a calibration text (GPTQ, Frantar et al. 2022).
 `sample` and `eval` read it. It cannot be trained or exported: for that the run stays as it is."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import replace
@@ -86,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _loss(checkpoint: Found, source: str | None) -> str:
+def _loss(checkpoint: "Found", source: str | None) -> str:
     """The loss on a few validation tokens, in words; "" if the text is not available."""
     from barellm.data.sources import prepare
     from barellm.evaluation.validation import Evaluator
@@ -107,7 +105,7 @@ def _loss(checkpoint: Found, source: str | None) -> str:
     return f"   {result.nats:.4f} nats per token, perplexity {perplexity(result.nats)}"
 
 
-def _moments(checkpoint: Found, weights: Weights, source: str | None, tokens: int) -> tuple[dict[str, np.ndarray], dict]:
+def _moments(checkpoint: "Found", weights: "Weights", source: str | None, tokens: int) -> "tuple[dict[str, np.ndarray], dict]":
     """(second moments of the inputs of each quantized matmul, what they were measured on)."""
     from barellm.assembly.build import build_programs, opened
     from barellm.assembly.quantized import products_of
@@ -129,7 +127,7 @@ def _moments(checkpoint: Found, weights: Weights, source: str | None, tokens: in
     return moments, {"data": data.name, "tokens": windows.targets}
 
 
-def _codes(name: str, m: Matrix, w_NK: np.ndarray, moments_KK: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+def _codes(name: str, m: "Matrix", w_NK: "np.ndarray", moments_KK: "np.ndarray | None") -> "tuple[np.ndarray, np.ndarray]":
     from barellm.program.compensation import compensated_codes
     from barellm.program.quantization import quantize
 

@@ -4,8 +4,6 @@ file or a model of the hub; requests know it by the name of its folder, or by NA
 Requests of many clients are computed together (continuous batching), and each gets the answer that it would get alone. The page
 also shows the curves of the runs in --runs. Any other address than this machine's own needs an API key."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import socket
@@ -93,7 +91,7 @@ def _listening(host: str, port: int) -> socket.socket:
         raise UserError(f"--host {host} --port {port}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _banner(at: socket.socket, state: State, key: bool) -> None:
+def _banner(at: socket.socket, state: "State", key: bool) -> None:
     """Print addresses and models once the server is ready: called by the loading thread. `key`: whether requests need one."""
     from barellm.training.console import show
 

@@ -3,8 +3,6 @@
 Every candidate runs in a child process. It is held against float64 and, bit for bit, against the default before it is timed, so
 tuning changes how long a run takes and nothing else."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -49,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     found: list[Verdict] = []
     status, noun = "done", "kernels" if args.device == "cuda" else "GEMMs"
 
-    def each(verdict: Verdict) -> None:
+    def each(verdict: "Verdict") -> None:
         found.append(verdict)
         if not args.json:
             print(_line(verdict), flush=True)
@@ -81,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     return 130 if status == "interrupted" else 0
 
 
-def _on_cpu(config: Config) -> tuple[Tuner, list[Any]]:
+def _on_cpu(config: "Config") -> "tuple[Tuner, list[Any]]":
     """(the tuner, the GEMMs of the preset's training, evaluation and decoding programs as the CPU lowers them)."""
     from barellm.assembly.build import build_programs
     from barellm.cpu.isa import host
@@ -96,7 +94,7 @@ def _on_cpu(config: Config) -> tuple[Tuner, list[Any]]:
     return CpuTuner(isa, threads, built.plan.arena_bytes), problems_of(calls)
 
 
-def _on_gpu(config: Config) -> tuple[Tuner, list[Any]]:
+def _on_gpu(config: "Config") -> "tuple[Tuner, list[Any]]":
     """(the tuner, the kernels to tune on the GPU). UserError without a GPU."""
     from barellm.assembly.build import build_programs
     from barellm.cuda import driver
@@ -123,7 +121,7 @@ def _minutes(args: argparse.Namespace) -> float:
     return minutes
 
 
-def _line(v: Verdict) -> str:
+def _line(v: "Verdict") -> str:
     gain = f"{100 * (1 / v.ratio - 1):+.1f} %" if v.best != v.default else ""
     words = f"{v.problem!s:<46}{v.gflops:>9.1f}{gain:>9}{v.tried:>7}{len(v.rejected):>9}\n  {v.default!s}"
     return words + f", best:\n  {v.best!s}" * (v.best != v.default)

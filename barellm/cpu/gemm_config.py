@@ -5,8 +5,6 @@ A config changes only the speed, never a bit of the result: each element is one 
 sum waits in fp32 between two KC blocks. The split of a weight gradient's depth into chunks of tokens, each with sums of its own,
 follows from the shape alone, so it is no part of a config."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from barellm.cpu import processor
@@ -53,7 +51,7 @@ class Tile:
     mr: int
     vectors: int
 
-    def tail(self) -> Tile:
+    def tail(self) -> "Tile":
         """The smallest tile that hides the multiply-add's latency: for the last rows of a block."""
         enough = [n for n in range(1, self.mr) if self.mr % n == 0 and n * self.vectors >= MIN_CHAINS]
         full = [n for n in enough if n * self.vectors >= FULL_CHAINS]

@@ -1,7 +1,5 @@
 """The tuning database (autotuning cache) of the CPU: keys of GEMM problems, GemmConfigs as JSON entries."""
 
-from __future__ import annotations
-
 import hashlib
 from functools import cache
 from pathlib import Path
@@ -97,7 +95,7 @@ def skinny_from_entry(entry: Any, isa: ISA, dtype: str, cols: int, depth: int) -
     return matching[0]
 
 
-def select_skinny_config(c: Lowering, kind: str, dtype: str, cols: int, depth: int) -> SkinnyGemmConfig:
+def select_skinny_config(c: "Lowering", kind: str, dtype: str, cols: int, depth: int) -> SkinnyGemmConfig:
     """The given, the tuned or the default config of a skinny GEMM, for any number of rows."""
     from barellm.cpu.kernels.gemm.skinny_gemm import FEW, skinny_configs  # kernels import this module
 
@@ -106,7 +104,7 @@ def select_skinny_config(c: Lowering, kind: str, dtype: str, cols: int, depth: i
     return given or _tuned(c.isa, c.threads, gemm) or skinny_configs(c.isa, dtype, cols, depth)[0]
 
 
-def select_config(c: Lowering, kind: str, dtype: str, cols: int, depth: int, rows: int) -> GemmConfig:
+def select_config(c: "Lowering", kind: str, dtype: str, cols: int, depth: int, rows: int) -> GemmConfig:
     """The given, the tuned or the default config of a GEMM with a result (rows, cols) and a contraction over `depth`. The number of
     tokens (rows, or the depth of a weight gradient), which a run may lessen, is the planned one."""
     gemm = kind, dtype, cols, depth, rows

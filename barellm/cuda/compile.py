@@ -3,8 +3,6 @@
 Triton is the compiler and nothing else: it runs where a cubin is not in the cache, on any machine, with or without a GPU. What is
 kept can be loaded without it, by any process and Python, from any folder."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -103,7 +101,7 @@ class Code:
         return HEAD.pack(len(head)) + head + cubin
 
     @classmethod
-    def unpacked(cls, data: bytes) -> Code:
+    def unpacked(cls, data: bytes) -> "Code":
         """The inverse of `packed`; JSON has lists where fields are tuples."""
         (size,) = HEAD.unpack_from(data)
         fields = json.loads(data[HEAD.size : HEAD.size + size])

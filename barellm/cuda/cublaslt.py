@@ -6,8 +6,6 @@ asked for as out^T = b^T a^T: its operand A is our b, its B our a, and a bias al
 The algorithm is the heuristic's first, asked once for each shape; split-K adds in fp32. Numbers of
 the interface are those of cublasLt.h, the same in CUDA 12 and 13."""
 
-from __future__ import annotations
-
 import ctypes
 import weakref
 from collections.abc import Callable
@@ -107,23 +105,23 @@ class Cublas:
         if status := getattr(self.functions, name)(*args):
             raise CublasError(name, status)
 
-    def _made(self, name: str, *args: Any) -> Made:
+    def _made(self, name: str, *args: Any) -> "Made":
         """A new object of the library, by its functions `name`Create and `name`Destroy."""
         made = c_void_p()
         self.call(f"{name}Create", byref(made), *args)
         return Made(made, getattr(self.functions, f"{name}Destroy"))
 
-    def matrix(self, dtype: str, rows: int, cols: int) -> Made:
+    def matrix(self, dtype: str, rows: int, cols: int) -> "Made":
         """The layout of a row-major matrix without gaps."""
         return self._made("cublasLtMatrixLayout", DTYPE[dtype], cols, rows, cols)
 
-    def operation(self, compute: int, attributes: list[tuple[int, Any]]) -> Made:
+    def operation(self, compute: int, attributes: list[tuple[int, Any]]) -> "Made":
         made = self._made("cublasLtMatmulDesc", compute, DTYPE["fp32"])
         for at, value in attributes:
             self.call("cublasLtMatmulDescSetAttribute", made.value, at, byref(value), ctypes.sizeof(value))
         return made
 
-    def algorithm(self, key: Any, what: str, operation: Made, layouts: list[Made], workspace: int) -> Algorithm:
+    def algorithm(self, key: Any, what: str, operation: "Made", layouts: "list[Made]", workspace: int) -> Algorithm:
         """The heuristic's first algorithm, asked once for each `key`, for an `operation` and the `layouts` of its operands A, B, C,
         D with so many bytes of workspace. UserError where it has none for the GEMM called `what`."""
         if key in self._algorithms:

@@ -2,8 +2,6 @@
 
 `bindings()` and `libcuda()` are the only ways to the driver; nothing of it is imported before a session is opened."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import importlib.util
@@ -284,7 +282,7 @@ class Event:
         """Block until it is reached; at once where it was never recorded."""
         wait("cuEventQuery", self.handle)
 
-    def since(self, earlier: Event) -> float:
+    def since(self, earlier: "Event") -> float:
         """Milliseconds from the event `earlier` to this one."""
         ms, begin, end = ctypes.c_float(), ctypes.c_void_p(int(earlier.handle)), ctypes.c_void_p(int(self.handle))
         if status := libcuda().cuEventElapsedTime(ctypes.byref(ms), begin, end):  # the bindings' is newer than OLDEST_DRIVER

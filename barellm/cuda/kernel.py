@@ -10,8 +10,6 @@ Parameters that it does not name are the op's own: y, x, MODE. A kernel that is 
 no lowering (`kernels.common.kernel`). Nothing here knows addresses: they come when a session binds the launches for a batch and a
 length. No Triton, no driver."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -45,7 +43,7 @@ class Target:
     config: Any = field(default=None, hash=False)  # of kernels, instead of a tuned or default one (`given_config`)
 
     @classmethod
-    def of(cls, device: Any, matmul: str = "barellm", tf32: bool = False, plain_attention: bool = False) -> Target:
+    def of(cls, device: Any, matmul: str = "barellm", tf32: bool = False, plain_attention: bool = False) -> "Target":
         """The target of a `driver.Device`."""
         return cls(device.arch, device.sms, matmul, device.name, tf32, plain_attention)
 
@@ -64,7 +62,7 @@ class Sizes:
     others: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def of(cls, sizes: Mapping[str, int]) -> Sizes:
+    def of(cls, sizes: Mapping[str, int]) -> "Sizes":
         """The sizes from a number for each name; batch and seq are 1 if they are not among them."""
         known = {name: n for name, n in sizes.items() if name in ("batch", "seq")}
         return cls(**known, others=tuple(sorted((name, n) for name, n in sizes.items() if name not in known)))

@@ -1,7 +1,5 @@
 """Byte-level BPE: trained by `tokenizers`, encoded by tiktoken."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +31,7 @@ class BytePairs(Tokenizer):
         self.eot = len(tokens) - 1 if eot is None else eot
 
     @cached_property
-    def encoding(self) -> tiktoken.Encoding:
+    def encoding(self) -> "tiktoken.Encoding":
         """tiktoken's encoder without special tokens: what looks like one in a text is text."""
         import tiktoken
 

@@ -2,8 +2,6 @@
 An example is the end-of-text token, the prompt, the answer, and the end-of-text token again, where the tokenizer has one. The
 answer and the token that ends it are targets; all other positions have target -1, which the loss ignores."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,7 +27,7 @@ class Examples:
     def __len__(self) -> int:
         return len(self.begins) - 1
 
-    def slice(self, start: int, stop: int) -> Examples:
+    def slice(self, start: int, stop: int) -> "Examples":
         lo, hi = self.begins[start], self.begins[stop]
         begins = self.begins[start : stop + 1] - lo
         return Examples(self.tokens[lo:hi], self.answer[lo:hi], begins, self.text_bytes[start:stop], self.talks)

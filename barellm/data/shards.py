@@ -3,8 +3,6 @@
 A shard is little-endian: 256 int32 of header (magic, version, number of tokens, zeros), then the tokens, nothing else.
 Magic 20240520 version 1 holds uint16 (GPT-2), magic 20240801 version 7 holds uint32 (Llama 3)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -130,7 +128,7 @@ class TokenStream:
         self.read(start, out)
         return out
 
-    def slice(self, start: int, stop: int, *, name: str) -> TokenStream:
+    def slice(self, start: int, stop: int, *, name: str) -> "TokenStream":
         """The stream of the tokens [start, stop), nothing copied."""
         begins = [0, *self.ends.tolist()][:-1]
         parts = [part[max(start - b, 0) : max(stop - b, 0)] for part, b in zip(self.parts, begins, strict=True)]

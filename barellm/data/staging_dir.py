@@ -1,7 +1,5 @@
 """The staging directory OUT.part, in which shards are written until they are complete; the same command resumes from it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -23,7 +21,7 @@ class StagingDir:
         self.folder = out.with_name(f"{out.name}.part")
         self._lock = -1
 
-    def __enter__(self) -> StagingDir:
+    def __enter__(self) -> "StagingDir":
         """Find or make the working folder beside the output, and lock it. UserError: another process has it, or `out` is a file."""
         import fcntl
 

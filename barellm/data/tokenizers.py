@@ -2,8 +2,6 @@
 The bytes of a text's tokens, joined, are its UTF-8. So decoding, bytes per token (for bits per byte) and streaming decoding are
 shared by all kinds. A tokenizer that is not `exact` changes some texts: it normalizes them or puts a space before them."""
 
-from __future__ import annotations
-
 import base64
 import codecs
 import hashlib
@@ -70,7 +68,7 @@ class Tokenizer(chats.Chats):
         """What stands before and after texts, the chat template, the generation defaults."""
         return conventions.read(self.files, self.special, eot=self.eot, leading=self.eot)
 
-    def with_files(self, files: Mapping[str, bytes], *, rows: int | None = None) -> Tokenizer:
+    def with_files(self, files: Mapping[str, bytes], *, rows: int | None = None) -> "Tokenizer":
         """Itself, with what lies beside its model, and the rows of that. UserError for a damaged file."""
         self.files, self.rows = files, rows
         for made in ("conventions", "turn_ends"):

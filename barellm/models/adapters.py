@@ -1,7 +1,5 @@
 """Which weights of a model are trained where the others are frozen, and the low-rank adapters of its linear layers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -48,7 +46,7 @@ class Module:
         return f"{self.weight}.lora_A", f"{self.weight}.lora_B.{self.leaf}"
 
 
-def family(model: ModelConfig) -> HuggingFace | None:
+def family(model: ModelConfig) -> "HuggingFace | None":
     """What a model is in Hugging Face's words; None where that has no such architecture."""
     return hugging_face(model) if architectures(models.of(model)) else None
 

@@ -1,7 +1,5 @@
 """The stages of the speedrun's runs: what each step runs, and what its programs read. models/speedrun.py is the model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from itertools import pairwise
@@ -33,13 +31,13 @@ class StageSettings:
     max_seq: int
 
     @classmethod
-    def of(cls, model: Any) -> StageSettings:
+    def of(cls, model: Any) -> "StageSettings":
         found: dict[str, Any] = {field.name: getattr(model, field.name) for field in fields(cls)}
         found["stages"] = parse(model.stages, key="model.stages")
         return cls(**found)
 
 
-def yarn(cfg: StageSettings, index: int) -> Yarn:
+def yarn(cfg: StageSettings, index: int) -> "Yarn":
     """RoPE frequencies and attention scale of stage `index`: YaRN applied once for each widening of the long window up to it."""
     from barellm.program.ops.attention.qk_rotary import Yarn
 
@@ -55,7 +53,7 @@ def yarn(cfg: StageSettings, index: int) -> Yarn:
 class Stages:
     """The `TrainingSchedule` of a run. Matrices of layers learn in every step, the rest in every second one, from two gradients."""
 
-    run: Run
+    run: "Run"
     cfg: StageSettings
     cycle: int = 2
 
@@ -112,7 +110,7 @@ class Stages:
             scalars["attention_scale"] = angles.scale
 
 
-def training_schedule(config: Run) -> Stages:
+def training_schedule(config: "Run") -> Stages:
     """UserError where a stage is longer than the rows that the run has room for, or where their number is not known."""
     cfg, train = StageSettings.of(config.model), config.train
     longest = max(stage.seq for stage in cfg.stages)
@@ -125,7 +123,7 @@ def training_schedule(config: Run) -> Stages:
     return Stages(config, cfg)
 
 
-def only_stage(config: Run, number: int) -> Run:
+def only_stage(config: "Run", number: int) -> "Run":
     """The run as if it had one stage only, which does not end: of those of its table the one with this number, from 1."""
     cfg = StageSettings.of(config.model)
     if not 1 <= number <= len(cfg.stages):

@@ -1,7 +1,5 @@
 """Training schedules: what each optimizer step runs. An architecture with training stages has `training_schedule(config)`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,7 +37,7 @@ class ScheduledSession(Protocol):
     """What `on_step` needs of a session: `default_scalars` are those of every run of a program that does not override them."""
 
     default_scalars: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: "dict[str, Tensor]"
 
     def write(self, name: str, values: Any, /) -> None: ...
 
@@ -59,7 +57,7 @@ class TrainingSchedule(Protocol):
         ...
 
 
-def momentum(step: int, *, total: int | None, optim: OptimConfig) -> float:
+def momentum(step: int, *, total: int | None, optim: "OptimConfig") -> float:
     """Muon's momentum in the step with this index: a line from `momentum_start` to `momentum` in the first `momentum_warmup` steps,
     and one back in the last `momentum_cooldown`."""
     low, high = optim.momentum_start, optim.momentum
@@ -69,13 +67,13 @@ def momentum(step: int, *, total: int | None, optim: OptimConfig) -> float:
     return high - falling / max(1, optim.momentum_cooldown) * (high - low)
 
 
-def model_schedule(config: Config) -> TrainingSchedule | None:
+def model_schedule(config: "Config") -> TrainingSchedule | None:
     """The schedule of an architecture whose runs have stages, else None. UserError for stages that do not fit the run."""
     make = getattr(models.of(config.model), "training_schedule", None)
     return None if make is None else make(config)
 
 
-def runs_per_step(config: Config) -> dict[str, float]:
+def runs_per_step(config: "Config") -> dict[str, float]:
     """How often each program runs in an optimizer step: "forward_backward" once for each micro-batch, a program that ends every
     second step half the time. Counted over the second cycle of a run's schedule: untying, and the like, may be in the first."""
     training_schedule, train = model_schedule(config), config.train
@@ -87,7 +85,7 @@ def runs_per_step(config: Config) -> dict[str, float]:
     return micro | {name: count / training_schedule.cycle for name, count in counts.items()}
 
 
-def only_stage(config: Config, number: int | None) -> Config:
+def only_stage(config: "Config", number: int | None) -> "Config":
     """The run as its stage with this number alone, from 1; without a number the first. A run without stages stays as it is, and
     UserError where a number is asked of it."""
     alone = getattr(models.of(config.model), "only_stage", None)
@@ -97,7 +95,7 @@ def only_stage(config: Config, number: int | None) -> Config:
     return config if alone is None else alone(config, 1 if number is None else number)
 
 
-def on_step(session: ScheduledSession, config: Config, step: int, total: int | None) -> None:
+def on_step(session: ScheduledSession, config: "Config", step: int, total: int | None) -> None:
     """Gives a session what the programs of its model read at this step of a run."""
     training_schedule = model_schedule(config)
     if training_schedule is not None:

@@ -1,7 +1,5 @@
 """AdamW (Loshchilov and Hutter 2019): one pass over memory per parameter."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
@@ -30,7 +28,7 @@ class AdamW:
     lr_scale: float = 1.0
     whole: ClassVar[bool] = False
 
-    def update(self, p: Program, params: Sequence[Tensor], clip: Tensor) -> None:
+    def update(self, p: "Program", params: "Sequence[Tensor]", clip: "Tensor") -> None:
         """An op for each parameter (`Optimizer.update`), with its moments as state "NAME.m" and "NAME.v"."""
         dtype_m, dtype_v = MOMENTS[self.moments]
         for param in params:
@@ -51,5 +49,5 @@ def adamw_rules(config: OptimConfig) -> list[Rule]:
     return [Rule("*", ndim=2, optimizer=matrices), Rule("*", optimizer=replace(matrices, weight_decay=0.0, moments="fp32"))]
 
 
-def adamw(p: Program, config: OptimConfig) -> None:
+def adamw(p: "Program", config: OptimConfig) -> None:
     update(p, adamw_rules(config), clip=config.clip)

@@ -9,8 +9,6 @@ factors are. So the optimizer's state is on every rank, and so is an error as la
 
 Q begins with what the last step has found. It is zero at first: the basis is then of the first coordinates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -42,7 +40,7 @@ class Compression:
         rows, cols = (int(n) for n in param.shape)
         return self.rank <= min(rows, cols) and self.rank * (rows + cols) < param.size
 
-    def partials(self, p: Program, params: Sequence[Tensor]) -> list[Tensor]:
+    def partials(self, p: "Program", params: Sequence[Tensor]) -> list[Tensor]:
         """Append the exchange, of M = gradient + error of each matrix: P = M Q, summed over the ranks; P^ = its orthonormal basis;
         Q' = M^T P^, summed. (Of a tall matrix the roles of M and M^T are swapped.) Gradients without factors are summed with P.
         Returns the partial sums of the squares of the whole gradient: P^ is orthonormal, so those of P^ Q'^T are those of Q'.
@@ -71,7 +69,7 @@ class Compression:
         self._all_reduce(p, [seconds[0].base], [totals[0].base])
         return [p.apply(ops.SumSquares, x=x).partials for x in (totals[0].base, *sums[1:])]
 
-    def restore(self, p: Program, params: Sequence[Tensor], scale: Tensor) -> None:
+    def restore(self, p: "Program", params: Sequence[Tensor], scale: Tensor) -> None:
         """Append the gradient = P^ (sum of Q')^T of all ranks, and the error feedback = what this rank's factors leave out. May be
         in a program of its own, after `partials`. Nothing changes where scale[1] is NaN."""
         matrices = [t for t in params if self.compresses(t)]
@@ -86,28 +84,28 @@ class Compression:
         """What this rank updates of a parameter: all."""
         return param
 
-    def all_gather(self, p: Program, params: Sequence[Tensor]) -> None:
+    def all_gather(self, p: "Program", params: Sequence[Tensor]) -> None:
         """All ranks have all parameters already."""
 
-    def _error(self, p: Program, t: Tensor) -> Tensor:
+    def _error(self, p: "Program", t: Tensor) -> Tensor:
         return p.state(f"{t.name}.{ERROR}", tuple(int(n) for n in t.shape))
 
-    def _q(self, p: Program, t: Tensor) -> Tensor:
+    def _q(self, p: "Program", t: Tensor) -> Tensor:
         return p.state(f"{t.name}.{FACTOR}", (self.rank, _sides(t)[1]))
 
-    def _p(self, p: Program, t: Tensor) -> Tensor:
+    def _p(self, p: "Program", t: Tensor) -> Tensor:
         return p.cache(f"{t.name}.basis", (self.rank, _sides(t)[0]), "fp32")
 
     def _flat(self, declare: Callable[..., Tensor], name: str, sides: Sequence[int], dtype: str) -> list[Tensor]:
         return _packed(declare, name, [self.rank * n for n in sides], dtype)
 
-    def _factor(self, p: Program, t: Tensor, f: Tensor, into: Tensor, *, transposed: bool) -> None:
+    def _factor(self, p: "Program", t: Tensor, f: Tensor, into: Tensor, *, transposed: bool) -> None:
         """Append into = M f, or M^T f, with M = gradient + error of a matrix."""
         how: dict[str, Any] = {"rank": self.rank, "transposed": transposed, "dtype": into.dtype}
         given = {"grad": p.gradient_of(t), "error": self._error(p, t), "f": f}
         p.apply(ops.Factor, into={"y": (into, "store")}, **given, **how)
 
-    def _all_reduce(self, p: Program, xs: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Tensor]:
+    def _all_reduce(self, p: "Program", xs: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Append an all-reduce of each of `xs` to `into` (None: new activations), which is returned: a reduce-scatter, in rank
         order, then an all-gather. Rank r reduces part r of each tensor (`_parts`); empty parts are left out."""
         if into is None:
@@ -123,7 +121,7 @@ class Compression:
 
 
 def _reduce_scatter(
-    p: Program, ranks: Ranks, xs: Sequence[Tensor], into: Sequence[Tensor], parts: Sequence[Sequence[Part]]
+    p: "Program", ranks: Ranks, xs: Sequence[Tensor], into: Sequence[Tensor], parts: Sequence[Sequence[Part]]
 ) -> None:
     """Append the sum over all ranks of this rank's part of each of `xs`, at the same elements of `into`. `parts`: by rank."""
     operands: dict[str, Any] = {}

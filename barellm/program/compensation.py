@@ -2,8 +2,6 @@
 A matrix's columns are quantized one after the other. The rounding error of a column is compensated in the columns that follow, in
 the proportions that minimize the matmul's squared error for inputs with given second moments."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The list of ops that a program is, and the persistent tensors that programs share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -128,7 +126,7 @@ class Graph:
         """A tensor that keeps its values from run to run, such as the keys and values of earlier positions."""
         return self.store.get(name, shape, dtype, "cache")
 
-    def constant(self, name: str, value: np.ndarray, dtype: str = "fp32") -> Tensor:
+    def constant(self, name: str, value: "np.ndarray", dtype: str = "fp32") -> Tensor:
         """A tensor that holds `value` from the beginning, on every backend, and that no op writes."""
         have = self.store.get(name, value.shape, dtype, "constant", value=value)
         if have.value is None or (have.value != value).any():
@@ -166,7 +164,7 @@ class Graph:
         finally:
             self._branch = None
 
-    def apply(self, op_type: type[Op], *, into: Mapping[str, tuple[Tensor, str]] | None = None, **operands: Any) -> Op:
+    def apply(self, op_type: "type[Op]", *, into: Mapping[str, tuple[Tensor, str]] | None = None, **operands: Any) -> "Op":
         """Append one op and return it. `operands`: its input tensors (None: absent), and everything else as attributes. `into`:
         outputs that go to existing tensors, with mode "store", "add" or "start"; the others get new tensors."""
         into = into or {}

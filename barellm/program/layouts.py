@@ -7,8 +7,6 @@ Equal masks are kept once, so that a diagonal costs one mask however long it is.
 A layout is made of what the queries of each head see, or from a text (`program/patterns.py`). A causal one drops every key behind
 its query."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -107,7 +105,7 @@ class Layout:
             seen[row, :, key] = whole[kind]
         return seen.reshape(n * b, n * b)[: self.length, : self.length]
 
-    def first(self, length: int) -> Layout:
+    def first(self, length: int) -> "Layout":
         """The same of the first `length` positions, for a causal layout."""
         assert self.causal and length <= self.length
         rows = -(-length // self.block)

@@ -6,8 +6,6 @@ before it is added to the stream's, the loss scale. So do, once in an update, th
 
 The state of a scale is (2,) i32: [its power of two less FIRST_SCALE, good updates since it last changed]. Zeros mean 65536."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,15 +18,15 @@ FIRST_SCALE, LEAST_SCALE, MOST_SCALE = 16, 0, 30  # powers of two
 GROWTH_STEPS = 2000  # good updates after which the scale doubles
 
 
-def loss_scale_of(p: Graph) -> Tensor | None:
+def loss_scale_of(p: "Graph") -> "Tensor | None":
     """The state of the loss scale, or None where the precision of the program has none."""
     return branch_scale(p, None) if p.precision.scaled else None
 
 
-def branch_scale(p: Graph, branch: str | None) -> Tensor:
+def branch_scale(p: "Graph", branch: str | None) -> "Tensor":
     """The state of a residual branch's gradient scale; None: of the loss scale."""
     return p.state(f"{branch}.gradient_scale" if branch else "loss_scale", (2,), "i32")
 
 
-def scale_of(loss_scale: np.ndarray) -> float:
+def scale_of(loss_scale: "np.ndarray") -> float:
     return 2.0 ** (FIRST_SCALE + int(loss_scale[0]))

@@ -11,8 +11,6 @@ Codes lie in tiles of 16 rows of the matrix, which are columns of a matmul's res
 row: codes (tiles, blocks, 128), scales (tiles, groups + 1, 16), the last of which are the exponents of the rows. So a matmul reads
 both from the beginning to the end, and the lanes of a vector are columns. What is beyond the matrix has the code of zero."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

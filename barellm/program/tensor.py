@@ -1,7 +1,5 @@
 """Tensors of a program: a name, a shape, a dtype and a role. They hold no data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
@@ -21,7 +19,7 @@ class Dim(int):
 
     name: str
 
-    def __new__(cls, name: str, maximum: int) -> Dim:
+    def __new__(cls, name: str, maximum: int) -> "Dim":
         dim = super().__new__(cls, maximum)
         dim.name = name
         scalars.declare(name)
@@ -47,7 +45,7 @@ class Tensor:
     value: np.ndarray | None = None  # what a tensor of role "constant" holds
 
     @property
-    def base(self) -> Tensor:
+    def base(self) -> "Tensor":
         """The tensor that owns the bytes: this one, but for a View."""
         return self
 
@@ -110,7 +108,7 @@ class View(Tensor):
     def first_column(self) -> int:
         return self._first
 
-    def on(self, base: Tensor) -> View:
+    def on(self, base: Tensor) -> "View":
         """The same columns of another tensor."""
         return View(base, self._first, int(self.shape[-1]))
 

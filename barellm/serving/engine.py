@@ -4,8 +4,6 @@ One thread owns the session. It feeds prompts, first come, first served, in piec
 of one token together, each at its own position and in its own slot of the KV caches. Three things make a text independent of the
 load: prompts are cut at multiples of `piece` (for quantized weights); steps are batch-invariant; tokens drawn by seed and index."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading
@@ -76,7 +74,7 @@ class Full(Exception):
 class Ticket:
     """A text from `Engine.submit` to its last event."""
 
-    def __init__(self, engine: Engine, request: Request, deliver: Callable[[Event], object]) -> None:
+    def __init__(self, engine: "Engine", request: Request, deliver: Callable[[Event], object]) -> None:
         self.request, self.ids, self.drawn = request, list(request.prompt), 0
         self.slot = self.fed = 0  # its slot, and how many of the prompt's tokens the caches hold
         self.scored = [Token(request.prompt[0])]  # of the prompt, with echo

@@ -1,7 +1,5 @@
 """Curves of a run's numbers: in the terminal as text, and as a picture, of one run or of several."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -225,7 +223,7 @@ def _line_text(line: dict[int, int], columns: int, height: int, ascii_only: bool
     return [[chr(base + cell) if cell else " " for cell in row] for row in cells]
 
 
-def picture(curves: Sequence[Curve], *, title: str = "", axis: str = "steps", log: str = "") -> Figure:
+def picture(curves: Sequence[Curve], *, title: str = "", axis: str = "steps", log: str = "") -> "Figure":
     """A matplotlib figure: for one run each step's value, the smoothed value and validation; for several runs a colour each, with a
     smoothed line and dotted validation."""
     import logging
@@ -265,7 +263,7 @@ def picture(curves: Sequence[Curve], *, title: str = "", axis: str = "steps", lo
     return figure
 
 
-def _draw(axes: Axes, points: Points, line: str, **style: Any) -> None:
+def _draw(axes: "Axes", points: Points, line: str, **style: Any) -> None:
     if points:
         if len(points) < FEW and "marker" not in style and "o" not in line:
             style["marker"] = "."  # a line of one point is none
@@ -278,7 +276,7 @@ def image(path: Path, curves: Sequence[Curve], *, title: str = "", axis: str = "
         save(picture(curves, title=title, axis=axis, log=log), path)
 
 
-def save(figure: Figure, path: Path) -> None:
+def save(figure: "Figure", path: Path) -> None:
     """Write a figure: .png, .svg, .pdf or whatever else matplotlib writes, by the name's ending."""
     known = figure.canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:

@@ -1,7 +1,5 @@
 """The exponents of a run's tensors: as a table with strips of shades in the terminal, as a picture, and as numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,7 +70,7 @@ def chosen(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [rows[0], rows[-1]] if len(rows) > 1 else [rows[0]]
 
 
-def picture(rows: Sequence[dict[str, Any]], *, title: str = "") -> Figure:
+def picture(rows: Sequence[dict[str, Any]], *, title: str = "") -> "Figure":
     """A figure with a row of panels per logged step and a panel per kind of tensor. In a panel each row is a tensor in network
     order, and shades are the shares of its elements with each exponent."""
     from matplotlib.figure import Figure
@@ -97,7 +95,7 @@ def picture(rows: Sequence[dict[str, Any]], *, title: str = "") -> Figure:
     return figure
 
 
-def _panel(axes: Axes, panel: list[tuple[str, TensorStats]], *, low: int, high: int) -> None:
+def _panel(axes: "Axes", panel: list[tuple[str, TensorStats]], *, low: int, high: int) -> None:
     """Draw one panel: exponents along x, tensors along y, and the ranges of the formats as vertical lines."""
     axes.tick_params(labelsize=8.5)
     for name, color in LINES.items():

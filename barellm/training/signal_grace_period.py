@@ -1,7 +1,5 @@
 """Preemption: saving within the grace period that Slurm or Kubernetes leaves between SIGTERM and SIGKILL."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -29,7 +27,7 @@ class SignalGracePeriod:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="signal-grace-period", daemon=True)
 
-    def __enter__(self) -> SignalGracePeriod:
+    def __enter__(self) -> "SignalGracePeriod":
         if self._seconds:
             self._thread.start()
         return self

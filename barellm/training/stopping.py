@@ -1,7 +1,5 @@
 """Ctrl-C once ends the run after the step; twice ends it at once. SIGTERM and SIGHUP count as one Ctrl-C."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -29,7 +27,7 @@ class Stopping:
     def __bool__(self) -> bool:
         return self.status != 0
 
-    def __enter__(self) -> Stopping:
+    def __enter__(self) -> "Stopping":
         if threading.current_thread() is not threading.main_thread():
             return self  # the system gives signals to the main thread alone
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -1,7 +1,5 @@
 """Command-line options: argparse with one-line errors, and the configuration keys as options."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys
@@ -218,7 +216,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=f"{what} (default: the model's, else {default:g})")
 
 
-def sampling_of(args: argparse.Namespace, tokenizer: Tokenizer) -> Sampling:
+def sampling_of(args: argparse.Namespace, tokenizer: "Tokenizer") -> "Sampling":
     from barellm.chat.conventions import SAMPLING
     from barellm.generation.samplers import sampling
 
@@ -291,7 +289,7 @@ class CommandLine:
     texts: Mapping[str, str]
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> CommandLine:
+    def of(cls, args: argparse.Namespace) -> "CommandLine":
         file = None if args.config is None else overrides.read_file(Path(args.config))
         texts = {key: text for key in overrides.every_key() if (text := getattr(args, key)) is not None}
         if texts.keys() >= {"train.steps", "train.epochs"}:

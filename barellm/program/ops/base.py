@@ -1,7 +1,5 @@
 """The contract of a primitive op: shape rule, reference, gradient rule, cost."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -33,7 +31,7 @@ class Gradients(Protocol):
     graph: Any
     loss_scale: Tensor | None
 
-    def apply(self, op_type: type[Op], /, **operands: Any) -> Op:
+    def apply(self, op_type: "type[Op]", /, **operands: Any) -> "Op":
         """Append an op whose outputs are no gradients: what the ops that `write` appends read."""
         ...
 
@@ -44,7 +42,7 @@ class Gradients(Protocol):
     def alias(self, forward: Tensor, grad: Tensor) -> None:
         """The gradient of `forward` is `grad` unchanged: no copy, unless it meets another contribution."""
 
-    def write(self, op_type: type[Op], targets: dict[str, Tensor], /, **operands: Any) -> None:
+    def write(self, op_type: "type[Op]", targets: dict[str, Tensor], /, **operands: Any) -> None:
         """Append `op_type`; each of its outputs named in `targets` contributes to that forward tensor's gradient."""
 
 

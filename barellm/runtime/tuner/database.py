@@ -4,8 +4,6 @@ One JSON file for each version of the code that was tuned: {"version": ..., "ent
 the machine in words, so the entries of another processor that shares the folder are simply never asked for. What an entry says
 is the backend's matter. Only speed may depend on it: bits do not, so a database can be lost, copied or edited at any time."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -44,7 +42,7 @@ class Database:
 
     @classmethod
     @cache
-    def opened(cls, folder: Path, version: str) -> Database:
+    def opened(cls, folder: Path, version: str) -> "Database":
         """One object a process."""
         return cls(folder, version)
 

@@ -3,8 +3,6 @@
 What `lower` gives has on every backend `lowered` (program -> its ops after fusion), `calls` (program -> calls of kernels in order,
 each with its `spec` and `op`), `plan`, `specs` and `machine`, what the code is for."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -85,7 +83,7 @@ def check(device: str) -> None:
     check_known("device", device, DEVICES)
 
 
-def lower(programs: dict[str, Program], machine: str | ISA | Target, **products: Any) -> Built:
+def lower(programs: dict[str, Program], machine: "str | ISA | Target", **products: Any) -> "Built":
     """Lower programs for a device, as it is here or as `machine` describes it, to kernel calls with planned addresses. Nothing is
     allocated, and "cuda" needs no GPU. `products`: GEMM options, as from `assembly.build.gemm_options`."""
     if machine == "cuda" or isinstance(machine, Target):

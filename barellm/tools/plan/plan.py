@@ -1,7 +1,5 @@
 """The plan of a training run in numbers: memory to the byte, operations and bytes by op, fusions. Allocates nothing."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -24,7 +22,7 @@ ROLES = {role: words.replace(" ", "_") for role, words in PLURAL.items()}
 PRIVATE = "threads.scratch"  # scratch of the threads of a CPU, which outlives a program
 
 
-def memory(built: Built) -> dict[str, int]:
+def memory(built: "Built") -> dict[str, int]:
     """The bytes of the arena by what they are for, at the moment when most are alive. They add up to the arena."""
     parts = dict.fromkeys(ROLES.values(), 0)
     for role, nbytes in built.plan.by_role().items():
@@ -37,7 +35,7 @@ def memory(built: Built) -> dict[str, int]:
 
 def report(
     config: Config, *, ceiling: roofline.Ceiling | None = None, device: str = "cpu", ranks: Ranks = ALONE, card: str = ""
-) -> tuple[dict[str, Any], Built]:
+) -> "tuple[dict[str, Any], Built]":
     """The numbers of a plan as one JSON object, and the lowered programs that they are from. The dtype in `config` must be
     resolved. With `ceiling`, each op also gets its roofline time. With several `ranks`, the numbers are one rank's. `card` names
     a GPU by its data sheet, in place of this machine's."""
@@ -86,7 +84,7 @@ def device_memory(device: str) -> tuple[int | None, str]:
     return found, "no GPU here" if found is None else "this GPU's memory"
 
 
-def _program(built: Built, name: str) -> dict[str, int]:
+def _program(built: "Built", name: str) -> dict[str, int]:
     low = built.lowered[name]
     return {
         "ops": sum(len(roofline.primitives(op)) for op in low.ops), "fused_ops": len(low.ops),
@@ -94,7 +92,7 @@ def _program(built: Built, name: str) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _families(built: Built, step: dict[str, float]) -> dict[str, dict[str, float]]:
+def _families(built: "Built", step: dict[str, float]) -> dict[str, dict[str, float]]:
     """FLOPs and bytes of a step's primitive ops by family (module), each program once and before fusion."""
     rows: dict[str, dict[str, float]] = {}
     for name in step:
@@ -106,7 +104,7 @@ def _families(built: Built, step: dict[str, float]) -> dict[str, dict[str, float
     return rows
 
 
-def _ops(built: Built, step: dict[str, float], ceiling: roofline.Ceiling | None) -> list[dict[str, Any]]:
+def _ops(built: "Built", step: dict[str, float], ceiling: roofline.Ceiling | None) -> list[dict[str, Any]]:
     """One row per kind of op after fusion, for an average optimizer step with all micro-batches: FLOPs, bytes, roofline."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for name, times in step.items():
@@ -120,7 +118,7 @@ def _ops(built: Built, step: dict[str, float], ceiling: roofline.Ceiling | None)
     return list(rows.values())
 
 
-def optimizers(built: Built, config: Config) -> list[dict[str, Any]]:
+def optimizers(built: "Built", config: Config) -> list[dict[str, Any]]:
     """Which optimizer updates which parameters: one row for all parameters of a shape whose names differ only in numbers."""
     parameters = [t for t in built.plan.persistent if t.role == "parameter" and not t.frozen]
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -136,7 +134,7 @@ def optimizers(built: Built, config: Config) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def memory_map(built: Built) -> list[dict[str, Any]]:
+def memory_map(built: "Built") -> list[dict[str, Any]]:
     """Every region of the arena, by address; `first` and `last` are ops of the program that owns it."""
     rows = []
     for r in built.plan.placements():

@@ -4,8 +4,6 @@ A multiprocessor runs as many blocks at a time as its registers and shared memor
 are a wave. The last wave is seldom full (wave quantization), and tiles at the edge hang over the result (tile quantization). Only
 another tile size or split-K recovers either."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -107,7 +105,7 @@ class Tiling:
         return asdict(self) | {name: getattr(self, name) for name in names} | {"roofline_s": self.roofline_s(sheet)}
 
 
-def gemms(built: Any, programs: Iterable[str], sizes: Sizes, codes: Mapping[Any, Code] | None = None) -> dict[Tiling, int]:
+def gemms(built: Any, programs: Iterable[str], sizes: "Sizes", codes: "Mapping[Any, Code] | None" = None) -> dict[Tiling, int]:
     """Count the tiled GEMMs of CUDA programs at these sizes. `codes`: compiled kernels, for occupancy (else 1 block per SM)."""
     found: dict[Tiling, int] = {}
     for name in programs:
@@ -148,11 +146,11 @@ def one_gemm(M: int, N: int, K: int, dtype: str) -> Program:
     return p
 
 
-def _blocks(arch: int, codes: Mapping[Any, Code]) -> Callable[[Launch], int]:
+def _blocks(arch: int, codes: "Mapping[Any, Code]") -> "Callable[[Launch], int]":
     """A function that gives a launch's occupancy: blocks per multiprocessor, 1 for persistent or unknown kernels."""
     machine = MULTIPROCESSORS.get(arch, MULTIPROCESSORS[90])
 
-    def blocks(call: Launch) -> int:
+    def blocks(call: "Launch") -> int:
         code = codes.get(call.spec)
         if code is None or call.spec.name == PERSISTENT:
             return 1
@@ -161,7 +159,7 @@ def _blocks(arch: int, codes: Mapping[Any, Code]) -> Callable[[Launch], int]:
     return blocks
 
 
-def _tiling(call: Any, sms: int, sizes: Sizes, blocks: Callable[[Launch], int]) -> Tiling | None:
+def _tiling(call: Any, sms: int, sizes: "Sizes", blocks: "Callable[[Launch], int]") -> Tiling | None:
     """The tiling of a kernel launch; None if it is no GEMM, or has an empty grid at these sizes."""
     reader = READERS.get(call.spec.name)
     if reader is None or 0 in call.grid(sizes):
@@ -180,7 +178,7 @@ def _transpose_mode(values: Mapping[str, Any]) -> str:
     return "tn" if values["A_TRANSPOSED"] else "nt" if values["B_TRANSPOSED"] else "nn"
 
 
-def _tiled(call: Launch, values: Mapping[str, Any], number: Callable[[str], int]) -> dict[str, Any]:
+def _tiled(call: "Launch", values: Mapping[str, Any], number: Callable[[str], int]) -> dict[str, Any]:
     """`Tiling` fields of a launch of `kernels.matmul.gemm`, or of `kernels.hopper.hopper_gemm`, whose tiles have 128 rows."""
     hopper = call.spec.name == PERSISTENT
     K = number("K")
@@ -194,7 +192,7 @@ def _tiled(call: Launch, values: Mapping[str, Any], number: Callable[[str], int]
     }  # fmt: skip
 
 
-def _few(call: Launch, values: Mapping[str, Any], number: Callable[[str], int]) -> dict[str, Any]:
+def _few(call: "Launch", values: Mapping[str, Any], number: Callable[[str], int]) -> dict[str, Any]:
     """`kernels.skinny_gemm.skinny_gemm`: a block has all rows of some columns."""
     tile_m = number("rows")
     return {

@@ -1,7 +1,5 @@
 """What the system counts for this process: time since its start, memory, page faults, switches; and Python's calls."""
 
-from __future__ import annotations
-
 import os
 import resource
 import sys
@@ -44,11 +42,11 @@ class Usage:
     involuntary_switches: int
 
     @classmethod
-    def now(cls) -> Usage:
+    def now(cls) -> "Usage":
         u = resource.getrusage(resource.RUSAGE_SELF)
         return cls(u.ru_utime + u.ru_stime, u.ru_minflt, u.ru_majflt, u.ru_nvcsw, u.ru_nivcsw)
 
-    def since(self, before: Usage) -> Usage:
+    def since(self, before: "Usage") -> "Usage":
         return Usage(*(getattr(self, name) - getattr(before, name) for name in self.__dataclass_fields__))
 
 

@@ -1,7 +1,5 @@
 """TensorBoard: event files in RUN/tensorboard."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping
@@ -22,7 +20,7 @@ FLUSH_S = 10
 class Tracker:
     """A resumed session begins a new file in the same folder. Its first event tells TensorBoard to drop later steps."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: "Subject") -> None:
         self._writer = EventFileWriter(str(subject.folder / "tensorboard"), flush_secs=FLUSH_S)
         if subject.step:
             self._add(subject.step + 1, session_log=SessionLog(status=SessionLog.START))

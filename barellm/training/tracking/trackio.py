@@ -1,7 +1,5 @@
 """trackio, which has W&B's interface and a local database (TRACKIO_DIR)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -14,7 +12,7 @@ if TYPE_CHECKING:
 class Tracker:
     """All sessions of a run have one name, in which its id tells runs of the same folder name apart."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: "Subject") -> None:
         name = f"{subject.name}-{subject.id}"
         how = {"auto_log_gpu": False, "auto_log_cpu": False, "embed": False}
         self._run = trackio.init(subject.project, name=name, resume="allow", config=dict(subject.config), **how)

@@ -1,7 +1,5 @@
 """Weights & Biases. Its own environment variables say where to: WANDB_MODE=offline writes to RUN/wandb and sends nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -14,7 +12,7 @@ if TYPE_CHECKING:
 class Tracker:
     """All sessions of a run have one id. The axis of all charts is "step": W&B's counter cannot go back, as a killed run does."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: "Subject") -> None:
         self._run = wandb.init(
             project=subject.project, name=subject.name, id=subject.id, resume="allow", dir=str(subject.folder),
             config=dict(subject.config), settings=wandb.Settings(silent=True, console="off"),

@@ -7,8 +7,6 @@ apply a mask lane by lane; blocks outside it are skipped.
 
 Paired heads (modded-nanogpt) attend over a folded sequence of twice the length, in which two heads of a token are two positions."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import e, log2, sqrt
 from typing import Any, NamedTuple
@@ -32,7 +30,7 @@ class MaskSpec(NamedTuple):
     softcap: float = 0.0
 
     @classmethod
-    def of(cls, op: Op, length: int) -> MaskSpec:
+    def of(cls, op: Op, length: int) -> "MaskSpec":
         """The spec of an attention op over sequences of at most `length` positions."""
         window = op.keys_before(length) if op.window is None else op.window
         return cls(op.fold, window, op.scale, op.causal, op.softcap)
@@ -102,7 +100,7 @@ class KeyRange:
     starts: Pointer | None
 
     @classmethod
-    def of(cls, k, mask_spec: MaskSpec, T, starts, sequence) -> KeyRange | None:
+    def of(cls, k, mask_spec: MaskSpec, T, starts, sequence) -> "KeyRange | None":
         """The range of a sequence; None where the mask is only causal or full."""
         if mask_spec.window is None and starts is None:
             return None

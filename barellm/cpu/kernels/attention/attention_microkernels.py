@@ -15,8 +15,6 @@ A block consists of 32-bit units: an fp32, or with a bf16 dot product a VNNI pai
 `t` is the first query of a group of g.queries, `j` the first key of a tile of g.rows; both count tokens. bf16 without a dot product
 becomes fp32 while it is packed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +44,7 @@ class Geometry:
     tiles: bool = False  # GEMMs in AMX tile registers, with operands and results in memory
 
     @classmethod
-    def of(cls, isa: ISA, dtype: str, D: int, *, tiles: bool = True) -> Geometry:
+    def of(cls, isa: ISA, dtype: str, D: int, *, tiles: bool = True) -> "Geometry":
         """`tiles` False: GEMMs in vector registers even where there are AMX tile registers."""
         if tiles and amx.uses_tiles(isa, dtype):
             return cls(D, 2, isa.lanes, amx.MR, TILE_VECTORS, True)
@@ -131,11 +129,11 @@ class HeadRows:
             return self.pointer.at((t >> 1) * self.stride + (t & 1) * self.pair_stride)
         return self.pointer.at(t * self.stride)
 
-    def start(self, t) -> HeadRows:
+    def start(self, t) -> "HeadRows":
         return HeadRows(self[t], self.stride, self.pair_stride)
 
     @classmethod
-    def of(cls, tensor, token, head, *, D: int, stride: int) -> HeadRows:
+    def of(cls, tensor, token, head, *, D: int, stride: int) -> "HeadRows":
         """The rows of a head, from `token` on."""
         return cls(tensor.at(token * stride + head * D), stride)
 
@@ -433,7 +431,7 @@ class Dropout:
     heads: int
 
     @classmethod
-    def of(cls, k, rate: float, stream, heads: int, sequence, head) -> Dropout | None:
+    def of(cls, k, rate: float, stream, heads: int, sequence, head) -> "Dropout | None":
         """None with a rate of 0; `stream`: the number of the random stream."""
         if not rate:
             return None

@@ -8,8 +8,6 @@ in, so every filter tap is a shift of the line: output j of a tap reads element 
 
 The depth is (channel, filter row, filter column)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from barellm.cpu.kernel import ISA, Value
@@ -53,13 +51,13 @@ class ConvGeometry:
         """The input column at which the line of a block from output column 0 on begins."""
         return min(self.column_offsets, default=0)
 
-    def tiled(self, m: int, n: int) -> ConvGeometry:
+    def tiled(self, m: int, n: int) -> "ConvGeometry":
         """Tiles of m x m outputs as the outputs, each of which sees n x n pixels from the filter's first on."""
         offsets = (tuple(range(min(taps), min(taps) + n)) for taps in (self.row_offsets, self.column_offsets))
         size = ceil_div(self.output_size[0], m), ceil_div(self.output_size[1], m)
         return ConvGeometry(self.input_size, self.channels, size, (m, m), *offsets, self.reflect, self.groups, self.rows)
 
-    def pixelwise(self) -> ConvGeometry:
+    def pixelwise(self) -> "ConvGeometry":
         """The outputs as images that are packed as they are: each pixel sees itself."""
         return ConvGeometry(self.output_size, self.rows, self.output_size, (1, 1), (0,), (0,), groups=self.groups)
 
@@ -90,7 +88,7 @@ class OutputLines:
             for dst, value in ((self.plane_table, plane), (self.row_table, i * self.geometry.stride[0])):
                 k.line(f"store {value.typed}, ptr {dst.bytes(line * 8).ref}, align 8")
 
-    def load(self, lines: LineBuffer, number, line, c, r) -> None:
+    def load(self, lines: "LineBuffer", number, line, c, r) -> None:
         """Line `number` of `lines` = what filter row r of channel c sees for output line `line`. `row_offsets` are evenly spaced,
         `step` apart."""
         offsets, (H, W) = self.geometry.row_offsets, self.geometry.input_size

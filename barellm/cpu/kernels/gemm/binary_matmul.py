@@ -12,8 +12,6 @@ popcount is done, depends on the ISA:
 The nibbles need no xor: it is in the table. So AVX2 multiplies 128 pairs of signs by two instructions. b is first packed into
 panels of columns, in the order in which the steps read them; a is read where it lies."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from barellm.cpu.kernel import ISA, Lowering, Op, Tensor, Value, lowering
@@ -36,7 +34,7 @@ class Tiling:
     vectors: int
 
     @classmethod
-    def of(cls, isa: ISA) -> Tiling:
+    def of(cls, isa: ISA) -> "Tiling":
         if isa.popcount == "words":
             return cls("words", isa.lanes, 4, 4)
         # 32 registers hold four rows; of 16, three rows and three vectors take nine, and three hold b's columns.

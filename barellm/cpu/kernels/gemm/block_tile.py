@@ -1,7 +1,5 @@
 """Tiling of a block of a block-sparse matrix into B panels (strips) and micro-tiles, and the micro-kernel over a block."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +31,7 @@ class Tiling:
     tiles: bool = False  # products in AMX's tile registers: two by two of them a strip and `rows`
 
     @classmethod
-    def of(cls, isa: ISA, dtype: str, block: int) -> Tiling:
+    def of(cls, isa: ISA, dtype: str, block: int) -> "Tiling":
         """Of a kernel that uses `isa_of` the same block."""
         isa = isa_of(isa, block)
         if amx.uses_tiles(isa, dtype) and block % amx.NR == 0:

@@ -11,8 +11,6 @@ prefetches the next columns while it multiplies the current ones, in the order o
 
 Shapes: a (rows, depth), weight (cols, depth), out (rows, cols)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -47,7 +45,7 @@ class Tiling:
     lanes: int
 
     @classmethod
-    def of(cls, isa: ISA, dtype: str) -> Tiling:
+    def of(cls, isa: ISA, dtype: str) -> "Tiling":
         if isa.registers == 32:
             widened = dtype == "bf16" and not isa.dot and not isa.masked  # operands need registers of their own as fp32
             return cls(8, 4, 4 if widened else 6, isa.lanes)

@@ -4,8 +4,6 @@ Shapes: x, y (B, T, W), packed heads of D columns: those of the queries, then th
 cos, sin (positions, D / 4) fp32. Columns 2i and 2i + 1 of a head are a plane for i < D / 4. The columns from D / 2 on stay as
 they are. The angle is that of the row's place in the sequence, whatever its document."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import log, pi
 
@@ -25,14 +23,14 @@ class Yarn:
     scale: float
 
     @classmethod
-    def of_head(cls, head_size: int, *, base: float = 1024.0, scale: float = 0.1) -> Yarn:
+    def of_head(cls, head_size: int, *, base: float = 1024.0, scale: float = 0.1) -> "Yarn":
         """Frequencies from 1 down to 1 / base."""
         if head_size % 4:
             raise ValueError(f"half of a head's columns turn in pairs: head_size is {head_size}, expected a multiple of 4")
         powers = np.linspace(0, 1, head_size // 4, dtype=np.float32)
         return cls(np.float32(1 / base) ** powers, scale)
 
-    def widened(self, old: int, new: int, *, slow: float = 1.0, fast: float = 32.0) -> Yarn:
+    def widened(self, old: int, new: int, *, slow: float = 1.0, fast: float = 32.0) -> "Yarn":
         """The angles and the scale for a window of `new` positions instead of `old`. The frequency of a plane that turns at most
         `slow` times within the old window is multiplied by old / new; one that turns `fast` times or more keeps its own; in between
         the factor changes linearly."""

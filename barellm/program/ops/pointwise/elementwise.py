@@ -1,7 +1,5 @@
 """Add, cast, zeros, and activations by their formulas. Shapes: any, equal on all operands."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import erfc, pi, sqrt
 from typing import Any, ClassVar
@@ -104,7 +102,7 @@ class Zeros(Op):
 class Activation(Op):
     """y = value(x), as its definition says."""
 
-    definition: ClassVar[Elementwise]
+    definition: "ClassVar[Elementwise]"
 
     def infer(self, x: Tensor) -> dict[str, Spec]:
         return {"y": (x.shape, x.dtype)}
@@ -122,7 +120,7 @@ class Activation(Op):
 class ActivationBackward(Op):
     """dx = dy * slope(x)."""
 
-    definition: ClassVar[Elementwise]
+    definition: "ClassVar[Elementwise]"
 
     def infer(self, dy: Tensor, x: Tensor) -> dict[str, Spec]:
         if dy.shape != x.shape:
