@@ -4,19 +4,17 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from math import sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from barellm import models
 from barellm.config import ModelConfig
 from barellm.config.adapter import AdapterConfig
 from barellm.errors import UserError, nearest
 from barellm.models.decoders import architectures, hugging_face
+from barellm.models.hf_mapping import HuggingFace
 from barellm.program.builder import Program, Store
 from barellm.program.ops.gemm.low_rank import LowRank
 from barellm.program.tensor import Dim
-
-if TYPE_CHECKING:
-    from barellm.models.hf_mapping import HuggingFace
 
 ALL = "all-linear"
 LONGEST = 128  # positions of the program in which linear layers are found
