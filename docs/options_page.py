@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import barellm
@@ -17,6 +18,8 @@ from barellm.config.fields import Section, entries
 FILE = Path(__file__).with_name("options.md")
 STUB_FILE = Path(barellm.__file__).with_name("__init__.pyi")
 STUB = """# Made by docs/options_page.py from the configuration.
+# fmt: off
+# ruff: noqa: UP013
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypedDict
@@ -43,7 +46,8 @@ def train(
     optim: OptimKeys = ...,
     train: TrainKeys = ...,
     adapter: AdapterKeys = ...,
-{names}) -> Run: ...
+    {names}
+) -> Run: ...
 """
 HEAD = """# Commands and keys
 
@@ -122,18 +126,23 @@ def page() -> str:
     return "\n".join(parts)
 
 
+def wrapped(parts: Iterable[str]) -> str:
+    """Parts with commas between and behind them, as many on a line as fit."""
+    return textwrap.fill(", ".join(part.replace(" ", "\0") for part in parts) + ",", 126).replace("\n", "\n    ").replace("\0", " ")
+
+
 def stub() -> str:
     """The types of what `import barellm` gives: a TypedDict for each section, and `train` with the short names of keys."""
     kinds: dict[str, str] = {}
     classes = []
     for part in (OptimConfig, DataConfig, TrainConfig, AdapterConfig):
         keys = {name: entry.kind.__name__ for name, entry in entries(part).items()}
-        fields = "".join(f"    {name}: {kind}\n" for name, kind in keys.items())
-        classes.append(f"class {part.section.title()}Keys(TypedDict, total=False):\n{fields}")
+        class_name, fields = f"{part.section.title()}Keys", wrapped(f'"{name}": {kind}' for name, kind in keys.items())
+        classes.append(f'{class_name} = TypedDict("{class_name}", {{\n    {fields}\n}}, total=False)\n')
         kinds |= {f"{part.section}.{name}": kind for name, kind in keys.items()}
     short = {short: kinds.get(key, "int") for key, short in overrides.SHORT_NAMES.items()}
     short |= {"data": "str | Path | DataKeys", "init_from": "str | Path", "tokenizer": "str | Path"}
-    names = "".join(f"    {name}: {kind} = ...,\n" for name, kind in short.items())
+    names = wrapped(f"{name}: {kind} = ..." for name, kind in short.items())
     return STUB.format(classes="\n".join(classes), names=names)
 
 
