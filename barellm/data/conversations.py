@@ -99,7 +99,10 @@ def _by_prefixes(group: Sequence[Conversation], tokenizer: Tokenizer) -> list[li
             prompt_text = _text(next(before)) if i else ""
             answered_text = _text(next(upto))
             start = len(prompt_text)
-            if not whole.startswith(prompt_text) or start < cuts[-1]:
+            if not whole.startswith(prompt_text):
+                [asked] = tokenizer.chat_pieces([one.messages[:i]], no_prompt)
+                start = _shared_header(whole, prompt_text, _text(asked), tokenizer)
+            if start < cuts[-1]:
                 raise UserError(f"the chat template does not write message {i + 1} behind those before it")
             stop = _end(pieces, start, tokenizer)
             if whole.startswith(answered_text):
@@ -109,6 +112,15 @@ def _by_prefixes(group: Sequence[Conversation], tokenizer: Tokenizer) -> list[li
         parts = [list(_cut(pieces, first, stop)) for first, stop in pairwise([*cuts, len(whole)])]
         found.append(list(zip(parts, owners, strict=True)))
     return found
+
+
+def _shared_header(whole: str, prompt: str, asked: str, tokenizer: Tokenizer) -> int:
+    """Where an answer begins in `whole` if it does not repeat all of the generation prompt: templates of reasoning models end
+    `prompt` with <think>, which the rendered answer has not. It is behind the last special token or line that both share after the
+    messages `asked`; -1 if there is none."""
+    shared = next(i for i, letter in enumerate(prompt) if not whole.startswith(letter, i))
+    ends = ("\n", *tokenizer.special)
+    return next((at for at in range(shared, len(asked), -1) if prompt.endswith(ends, 0, at)), -1)
 
 
 def _text(pieces: Sequence[templates.Piece]) -> str:

@@ -285,20 +285,31 @@ def test_what_is_trained_is_marked_or_follows_from_prefixes(tmp_path):
     assert runs == ["one\n", "two\n"]  # no special token ends an answer: all that the template writes of it
 
 
+THINKS = "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1]|trim }}{% else %}{{ m.content }}{% endif %}"
+FIRST = "{% if loop.last %}<think>\n\n</think>\n\n{% endif %}"
+TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+
+
 @pytest.mark.parametrize(
-    "template, message",
-    [
-        ("{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}", "message 2, or not where"),
-        ("{% for m in messages %}{{ m.role }}<|im_end|>{% endfor %}", "does not write the answer in message 2"),
-        ("{% generation %}{{ messages[-1].content }}{% endgeneration %}", "does not write the answer in message 2"),
-        ("{{ messages[0].content }}{% generation %}{% endgeneration %}", "does not write the answer in message 2"),
-        ("{{ messages[::-1] }}", "does not write message 2 behind those before it"),
-        ("{{ raise_exception('no ' ~ messages[1].content) }}", "the chat template failed: TemplateError: no one"),
+    "template, answers",
+    [  # the prompt's <think> is in no answer (DeepSeek-R1, QwQ), is closed at once (GLM 4.7), is in the last one alone (Qwen 3.5)
+        (TURN + THINKS + "<|im_end|>{% endfor %}" + ASKED.replace("\n{%", "\n<think>\n{%"), ["{}<end>"] * 2),
+        (
+            "{% for m in messages %}<|im_start|>{% if m.role == 'assistant' %}</think>{% endif %}" + THINKS
+            + "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|><think>{% endif %}", ["</think>{}<end>"] * 2,
+        ),
+        (
+            TURN + "{% if m.role == 'assistant' %}" + FIRST + "{% endif %}" + THINKS + "<|im_end|>{% endfor %}"
+            + ASKED.replace("\n{%", "\n<think>\n{%"), ["{}<end>", "\n</think>\n\n{}<end>"],
+        ),
     ],
-)
-def test_a_template_that_hides_an_answer_is_refused_with_the_line(template, message, tmp_path):
-    with pytest.raises(UserError, match=f"^file, line 7: .*{message}"):
-        trained(template, tmp_path)
+)  # fmt: skip
+def test_an_answer_begins_where_it_leaves_the_generation_prompt(template, answers, tmp_path):
+    for first in ("one", "<b>one</b>", "<think>why</think>\none", "assistant"):
+        talk = [TALK[0], ("assistant", first), *TALK[2:]]
+        found = trained(template, tmp_path, talk).replace("<|im_end|>", "<end>").split("|")
+        said = (first.rpartition("</think>")[2].strip(), "two")
+        assert [run for run in found if run] == [end.format(text) for end, text in zip(answers, said, strict=True)]
 
 
 def test_the_line_is_that_of_the_conversation_that_a_template_refuses(tmp_path):

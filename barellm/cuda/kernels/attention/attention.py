@@ -37,7 +37,6 @@ from barellm.cuda.kernels.attention.attention_mask import (
     score_unit,
     soft_cap,
     softmax_scale,
-    starts_of_sequence,
 )
 from barellm.cuda.kernels.attention.attention_tiles import kv_rows, load_rows, store_rows
 from barellm.cuda.kernels.common import SAMPLE, axis_size
@@ -142,7 +141,8 @@ def attention_forward(
     # The first key that the block of queries sees, and that each query sees (None: all from 0 on).
     begin, first_key = 0, None
     if LOCAL:
-        starts = starts_of_sequence(starts, sequence, seq, FOLD)
+        if starts is not None:
+            starts += sequence.to(tl.int64) * (seq // FOLD)
         begin = first_visible_key(starts, scalars, m0, WINDOW, FOLD) // BN * BN
         first_key = first_visible_key(starts, scalars, tl.minimum(m0 + tl.arange(0, BM), seq - 1), WINDOW, FOLD)
         row_max = tl.full((BM,), LOWEST, tl.float32)

@@ -26,7 +26,6 @@ from barellm.cuda.kernels.attention.attention_mask import (
     score_unit,
     soft_cap,
     softmax_scale,
-    starts_of_sequence,
     visible_queries_end,
 )
 from barellm.cuda.kernels.attention.attention_tiles import dot_by_chunks, kv_pointer, kv_rows, load_columns, load_rows, store_rows
@@ -54,7 +53,8 @@ def attention_stats(stats, out, dout, lse, starts, scalars, seq, H, D, DP, LOCAL
     tl.store(stats_ptrs, tl.load(lse + first_row + m, mask=m < seq, other=0.0) * LOG2_E, mask=m < seq)
     tl.store(stats_ptrs + 1, tl.sum(out_block.to(tl.float32) * dout_block.to(tl.float32), 1), mask=m < seq)
     if LOCAL:
-        starts = starts_of_sequence(starts, sequence, seq, FOLD)
+        if starts is not None:
+            starts += sequence.to(tl.int64) * (seq // FOLD)
         first_key = first_visible_key(starts, scalars, tl.minimum(m, seq - 1), WINDOW, FOLD)
         tl.store(stats_ptrs + 2, first_key.to(tl.float32), mask=m < seq)
 
@@ -166,7 +166,8 @@ def attention_dkv(
     if CAUSAL:
         begin = n0 // BM * BM  # queries before the first key do not see it
     if LOCAL:
-        starts = starts_of_sequence(starts, sequence, seq, FOLD)
+        if starts is not None:
+            starts += sequence.to(tl.int64) * (seq // FOLD)
         stop = visible_queries_end(starts, scalars, tl.minimum(n0 + BN, seq) - 1, seq, WINDOW, FOLD)
     if GROUP_SIZE == 1:
         rows = (q, k_rows, v_rows, dout, stats)
@@ -263,7 +264,8 @@ def attention_dq(
     begin, first_key = 0, None
     if LOCAL:
         first_key = first
-        starts = starts_of_sequence(starts, sequence, seq, FOLD)
+        if starts is not None:
+            starts += sequence.to(tl.int64) * (seq // FOLD)
         begin = first_visible_key(starts, scalars, m0, WINDOW, FOLD) // BN * BN
     stop = seq  # keys [begin, stop) of the second loop
     if CAUSAL:

@@ -26,14 +26,6 @@ def apply_mask(x, m, n, count, MASK, OTHER):
 
 
 @device
-def starts_of_sequence(starts, sequence, seq, FOLD):
-    """The pointer to a sequence's part of `starts` (B, seq / FOLD); None without documents."""
-    if starts is not None:
-        starts += sequence.to(tl.int64) * (seq // FOLD)
-    return starts
-
-
-@device
 def window_size(scalars, WINDOW):
     """The window in keys before a query's own, i32; at most 2^30, so that sums with it do not overflow."""
     if WINDOW < -1:
