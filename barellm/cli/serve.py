@@ -6,6 +6,7 @@ also shows the curves of the runs in --runs. Any other address than this machine
 
 import argparse
 import os
+import re
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,6 +54,9 @@ def run(args: argparse.Namespace) -> int:
     key, local = _key(args), args.host in LOOPBACK
     if not key and not local:
         raise UserError(f"--host {args.host} lets others ask, expected a key that they need: --api-key-env or --api-key-file")
+    for origin in args.allow_origin:
+        if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+            raise UserError(f"--allow-origin is {origin!r}, expected an origin without a path, as https://chat.example.org")
     try:
         from barellm.serving import live, server
     except ModuleNotFoundError as error:

@@ -85,7 +85,8 @@ def _by_marks(group: Sequence[Conversation], tokenizer: Tokenizer) -> list[list[
 
 def _by_prefixes(group: Sequence[Conversation], tokenizer: Tokenizer) -> list[list[Segment]]:
     """Split rendered conversations without marks: the template is also rendered on the messages before each assistant message (with
-    generation prompt) and on those up to it; both must be prefixes of the whole rendering for the cuts to be valid."""
+    generation prompt) and on those up to it. The whole rendering must begin with the first, but for the end of its generation
+    prompt (`_shared_header`); with the second an answer ends at the latest."""
     prompt, no_prompt = {"add_generation_prompt": True}, {"add_generation_prompt": False}
     texts = tokenizer.chat_pieces([one.messages for one in group], no_prompt)
     before = iter(tokenizer.chat_pieces([one.messages[:i] for one in group for i in one.answers if i], prompt))
@@ -100,8 +101,8 @@ def _by_prefixes(group: Sequence[Conversation], tokenizer: Tokenizer) -> list[li
             answered_text = _text(next(upto))
             start = len(prompt_text)
             if not whole.startswith(prompt_text):
-                [asked] = tokenizer.chat_pieces([one.messages[:i]], no_prompt)
-                start = _shared_header(whole, prompt_text, _text(asked), tokenizer)
+                [before_answer] = tokenizer.chat_pieces([one.messages[:i]], no_prompt)
+                start = _shared_header(whole, prompt_text, _text(before_answer), tokenizer)
             if start < cuts[-1]:
                 raise UserError(f"the chat template does not write message {i + 1} behind those before it")
             stop = _end(pieces, start, tokenizer)
@@ -114,13 +115,13 @@ def _by_prefixes(group: Sequence[Conversation], tokenizer: Tokenizer) -> list[li
     return found
 
 
-def _shared_header(whole: str, prompt: str, asked: str, tokenizer: Tokenizer) -> int:
+def _shared_header(whole: str, prompt: str, before_answer: str, tokenizer: Tokenizer) -> int:
     """Where an answer begins in `whole` if it does not repeat all of the generation prompt: templates of reasoning models end
     `prompt` with <think>, which the rendered answer has not. It is behind the last special token or line that both share after the
-    messages `asked`; -1 if there is none."""
+    messages `before_answer`; -1 if there is none."""
     shared = next(i for i, letter in enumerate(prompt) if not whole.startswith(letter, i))
     ends = ("\n", *tokenizer.special)
-    return next((at for at in range(shared, len(asked), -1) if prompt.endswith(ends, 0, at)), -1)
+    return next((at for at in range(shared, len(before_answer), -1) if prompt.endswith(ends, 0, at)), -1)
 
 
 def _text(pieces: Sequence[templates.Piece]) -> str:

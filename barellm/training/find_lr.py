@@ -175,7 +175,7 @@ def run(job: Run, folder: RunFolder, *, steps: int, words: Sequence[str]) -> int
     """Run the test in place of the training `job`; writes only lr.json and lr.png. Returns the exit status."""
     out, started = job.console, [0.0]
     with open_model(job.config, device=job.device, documents=job.data.masked) as compiled, stopping.Stopping() as stop:
-        for line in report.header(compiled, job.data, folder.path):
+        for line in report.header(compiled, job.data, folder.path, "lr.json has the losses, lr.png their curve"):
             out.line(line)
         job.initialize(compiled)
 

@@ -23,7 +23,7 @@ MIB = 1 << 20
 LONGEST_PROMPT = 60  # characters of the prompt in a command to try
 
 
-def header(compiled: CompiledModel, data: sources.Dataset, folder: Path) -> list[str]:
+def header(compiled: CompiledModel, data: sources.Dataset, folder: Path, kept: str = "config.json has every setting") -> list[str]:
     """The lines printed before a run: model, data, machine, batch and output `folder`. config.json has every setting."""
     config, found = compiled.config, compiled.meta()
     model, train = config.model, config.train
@@ -43,7 +43,7 @@ def header(compiled: CompiledModel, data: sources.Dataset, folder: Path) -> list
         f"lr       {_rates(config)}",
         f"batch    {batch} x {train.seq:,} = {tokens:,} tokens a step",
         *_roofline(compiled),
-        f"output   {folder}, where config.json has every setting",
+        f"output   {folder}, where {kept}",
     ]
     if data.byte_lengths is None:
         lines.append(f"         no samples, no bits per byte: {data.no_text}")

@@ -395,6 +395,15 @@ def rounds_as_python(program: Path, config: Any) -> None:
     lib.barellm_close(opened)
 
 
+@pytest.mark.parametrize(
+    "words, says",
+    [(["--foo", "1"], "unknown option: --foo"), (["nix"], "unknown option: nix"), (["--seed"], "a value is missing: --seed")],
+)
+def test_a_wrong_word_is_named(made, words, says):
+    done = subprocess.run([made / "program" / "sample", *words], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"{says}\nusage: sample")
+
+
 def test_the_hash_is_xxh3(made):
     """Of any number of bytes above 240, in pieces of any size."""
     source = made / "program/source"

@@ -86,6 +86,8 @@ def test_a_key_is_read_from_a_variable_or_a_file_alone(refused, monkeypatch, tmp
     assert refused("serve", "run", "--api-key-file", tmp_path / "key").endswith("has a key of 5 characters, expected 8 or more")
     both = ("--api-key-env", "KEY", "--api-key-file", tmp_path / "key")
     assert refused("serve", "run", *both) == "--api-key-env and --api-key-file are both given, expected one of them"
+    for origin in ("foo", "https://a.example/", "chat.example.org"):
+        assert f"--allow-origin is '{origin}', expected an origin" in refused("serve", "run", "--allow-origin", origin)
     assert "nothing: No such file" in refused("serve", "run", "--api-key-file", tmp_path / "nothing")
     for words, said in (
         (("--slots", 0), "--slots is 0, expected at least 1"),

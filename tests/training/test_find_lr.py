@@ -50,6 +50,7 @@ def test_it_suggests_a_third_of_the_best_rate_and_stops_where_it_diverges(valley
     assert [scalars["lr"] for entry, scalars in valley.runs if entry == "optimizer_step"] == rates
     assert {path.name for path in (tmp_path / "rates").iterdir()} == {"lr.json", "lr.png"}
     said = capsys.readouterr().out
+    assert "rates, where lr.json has the losses, lr.png their curve\n" in said and "config.json" not in said
     assert f"try {found['suggestion']:.4g}: {found['rule']}\n" in said
     assert "the test has no use for optim.warmup, train.eval_every," in said.replace("\n", " ")
 

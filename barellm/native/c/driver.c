@@ -82,6 +82,7 @@ void start(int argc, char **argv, const char *const *known, const char *usage) {
         int found = 0;
         for (const char *const *name = known; *name; name++) found |= !strcmp(argv[i], *name);
         if (found && i + 1 < argc) continue;
+        if (strcmp(argv[i], "--help")) fprintf(stderr, "%s: %.100s\n", found ? "a value is missing" : "unknown option", argv[i]);
         fputs(usage, stderr);
         exit(!strcmp(argv[i], "--help") ? 0 : 2);
     }
