@@ -1,5 +1,7 @@
 """A trained model from Python: `barellm.load`."""
 
+from __future__ import annotations
+
 import os
 import threading
 import warnings
@@ -40,7 +42,7 @@ R = TypeVar("R")
 def load(
     path: str | Path, *, device: str = "auto", dtype: str | None = None, tokenizer: str | Path | None = None,
     adapters: Mapping[str, str | Path] | None = None, exact: bool = False,
-) -> "Model":  # fmt: skip
+) -> Model:  # fmt: skip
     """Open a trained model.
 
     `path` is a run or a checkpoint of barellm (of a run the newest checkpoint that is whole), a folder of Hugging Face with
@@ -82,7 +84,7 @@ class _Wanted:
     seq: int = 1
     positions: int = 1
 
-    def and_also(self, program: str, *, batch: int = 1, seq: int = 1, positions: int = 1) -> "_Wanted":
+    def and_also(self, program: str, *, batch: int = 1, seq: int = 1, positions: int = 1) -> _Wanted:
         sizes = {"batch": batch, "seq": seq, "positions": positions}
         return _Wanted(self.programs | {program}, **{name: max(getattr(self, name), n) for name, n in sizes.items()})
 
@@ -208,7 +210,7 @@ class Model:
     def _text(
         self, prompt: str | ArrayLike, tokens: int, *, how: Sampling, stop: str | Sequence[str],
         ends: AbstractSet[int] | None = None,
-    ) -> "tuple[_Place, Generator[str, None, None]]":  # fmt: skip
+    ) -> tuple[_Place, Generator[str, None, None]]:  # fmt: skip
         """Check the arguments; the session is opened when the first piece is generated."""
         tokens = converted("max_new_tokens", tokens, int)
         if tokens < 1:
@@ -226,7 +228,7 @@ class Model:
         return place, self._pieces(place, fed, text, tokens=tokens, how=how)
 
     def _pieces(
-        self, place: "_Place", fed: Sequence[int], written: Callable[..., Written], *, tokens: int, how: Sampling
+        self, place: _Place, fed: Sequence[int], written: Callable[..., Written], *, tokens: int, how: Sampling
     ) -> Generator[str, None, None]:
         """Generate the pieces of a text, with the lock held; between two of them other computations may use the session."""
         pieces: list[str] = []
@@ -270,7 +272,7 @@ class Model:
 
         self._alone(close)
 
-    def __enter__(self) -> "Model":
+    def __enter__(self) -> Model:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -321,7 +323,7 @@ class Model:
         self._lock, self._computing = threading.RLock(), False
         self._open, self._wanted, self._session, self._cached = ExitStack(), _Wanted(), None, None
 
-    def _resume(self, place: "_Place") -> Decoder:
+    def _resume(self, place: _Place) -> Decoder:
         """The decoder of a text, with the text's keys and values in the session's KV cache."""
         session = self._opened("decode", positions=place.positions)
         if place.decoder is None:

@@ -1,5 +1,7 @@
 """A training run from Python: `barellm.train`."""
 
+from __future__ import annotations
+
 import gc
 import os
 import time
@@ -82,7 +84,7 @@ class Run:
         """The same in bits per byte of text; None where the bytes of the tokens are not known."""
         return next((row["val_bits_per_byte"] for row in reversed(self.rows) if "val_nats" in row), None)
 
-    def plot(self, y: str = "loss", *, axis: str = "steps", log: str = "") -> "Figure":
+    def plot(self, y: str = "loss", *, axis: str = "steps", log: str = "") -> Figure:
         """The curve as a figure of matplotlib, which a notebook shows: `y` is loss, bits (per byte), lr, norm, speed or hellaswag,
         over steps, tokens or seconds; `log` names logarithmic axes: x, y or xy. UserError for a quantity that the run has not."""
         for name, value, known in (("y", y, curve.QUANTITIES), ("axis", axis, curve.AXES), ("log", log, ("", "x", "y", "xy"))):
@@ -95,7 +97,7 @@ class Run:
         figure._repr_png_ = partial(_png, figure)  # pyright: ignore[reportAttributeAccessIssue]  (for notebooks without pyplot)
         return figure
 
-    def to_pandas(self) -> "DataFrame":
+    def to_pandas(self) -> DataFrame:
         """The steps and evaluations as a pandas.DataFrame, a row for each step. UserError where pandas is missing."""
         try:
             pandas = import_module("pandas")
@@ -167,7 +169,7 @@ def train(
     return found
 
 
-def _png(figure: "Figure") -> bytes:
+def _png(figure: Figure) -> bytes:
     buffer = BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()

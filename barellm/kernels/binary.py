@@ -1,5 +1,7 @@
 """Binary (XNOR-popcount) matmul on arrays."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from barellm.kernels.call import call
@@ -11,14 +13,14 @@ if TYPE_CHECKING:
     from barellm.program.tensor import Tensor
 
 
-def _binary_matmul(p: "Program", a: "Tensor", b: "Tensor") -> "Tensor":
+def _binary_matmul(p: Program, a: Tensor, b: Tensor) -> Tensor:
     return p.binary_linear(a, b, dtype="bf16" if a.dtype == b.dtype == "bf16" else "fp32")
 
 
 _BINARY_MATMUL = FunctionSpec("binary_matmul", {"a": "... K", "b": "N K"}, ("... N",), _binary_matmul)
 
 
-def binary_matmul(a: "Array", b: "Array", *, out: "Array | None" = None) -> "Array":
+def binary_matmul(a: Array, b: Array, *, out: Array | None = None) -> Array:
     """Binary matmul, sign(a) sign(b) (BNN; Courbariaux and Hubara et al. 2016), packed 32 to a word and multiplied by xor
     and a count of ones.
 

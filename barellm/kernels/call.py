@@ -1,5 +1,7 @@
 """How array functions are called. Nothing heavy is imported before the first call."""
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -15,10 +17,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _recording = threading.local()
-_run: "Callable[..., list[Array]] | None" = None  # `compiled.run`, from the first call on
+_run: Callable[..., list[Array]] | None = None  # `compiled.run`, from the first call on
 
 
-def call(spec: "FunctionSpec", given: Mapping[str, Any], out: "Array | None" = None, **options: Any) -> "list[Array]":
+def call(spec: FunctionSpec, given: Mapping[str, Any], out: Array | None = None, **options: Any) -> list[Array]:
     """The results of a function on arrays; an optional argument that is absent is None. `out` takes the first result."""
     global _run
     if _run is None:
@@ -26,7 +28,7 @@ def call(spec: "FunctionSpec", given: Mapping[str, Any], out: "Array | None" = N
     return _run(spec, given, options, out, getattr(_recording, "tape", None))
 
 
-def vjp(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> "tuple[R, VjpFunction]":
+def vjp(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> tuple[R, VjpFunction]:
     """The result of an array function, and its VJP (vector-Jacobian product): a function from the gradient of the result to the
     gradients of the arguments, as `jax.vjp` has it.
 

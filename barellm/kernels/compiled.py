@@ -1,5 +1,7 @@
 """Compilation of an array function for the shapes, dtypes and options of a call, with a cache."""
 
+from __future__ import annotations
+
 import os
 import re
 import threading
@@ -132,7 +134,7 @@ os.register_at_fork(after_in_child=lambda: CACHE.unlock())
 
 
 def run(
-    spec: FunctionSpec, given: Mapping[str, Any], options: Mapping[str, Any], out: Array | None, tape: "list[VjpFunction] | None"
+    spec: FunctionSpec, given: Mapping[str, Any], options: Mapping[str, Any], out: Array | None, tape: list[VjpFunction] | None
 ) -> list[Array]:
     """Call a function on arrays; returns the results, the first in `out` if given. Its VjpFunction is appended to `tape`."""
     taken = {k: check_array(spec.name, k, a) for k, a in given.items() if a is not None or k not in spec.optional}

@@ -1,5 +1,7 @@
 """Convolution on arrays."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING, Any
 
 from barellm.errors import WrongType
@@ -15,10 +17,10 @@ _CONV2D = FunctionSpec("conv2d", {"x": "N C H W", "w": "K G R S"}, ("N K P Q",))
 
 
 def conv2d(
-    x: "Array", w: "Array", *, stride: int | tuple[int, int] = 1, padding: int | tuple[int, int] = 0,
+    x: Array, w: Array, *, stride: int | tuple[int, int] = 1, padding: int | tuple[int, int] = 0,
     dilation: int | tuple[int, int] = 1, groups: int = 1, padding_mode: str = "zeros",
-    flip_kernel: bool = False, algorithm: str = "auto", out: "Array | None" = None, **old_names: Any,
-) -> "Array":  # fmt: skip
+    flip_kernel: bool = False, algorithm: str = "auto", out: Array | None = None, **old_names: Any,
+) -> Array:  # fmt: skip
     """Convolution of images, summed in fp32.
 
     Shapes: x (N, C, H, W), w (K, C / groups, R, S) -> (N, K, P, Q), with P = (H + 2 padding - dilation (R - 1) - 1) // stride + 1.

@@ -1,5 +1,7 @@
 """The executor of array functions: a thread pool and scratch memory per process, and compiled ops that run there."""
 
+from __future__ import annotations
+
 import os
 import threading
 from collections.abc import Sequence
@@ -23,11 +25,11 @@ from barellm.runtime import arena, lowering
 # Work below about 60 us runs inline on the calling thread: dispatching it to the pool takes half of that.
 INLINE_FLOPS, INLINE_BYTES = 2_000_000, 600_000
 
-_executor: "Executor | None" = None
+_executor: Executor | None = None
 _create_lock = threading.Lock()
 
 
-def executor() -> "Executor":
+def executor() -> Executor:
     """This process's executor, created on first use; a forked child gets its own."""
     global _executor
     found = _executor

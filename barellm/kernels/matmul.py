@@ -1,5 +1,7 @@
 """Matrix multiplication (GEMM) on arrays."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from barellm.errors import WrongType
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
     from barellm.program.tensor import Tensor
 
 
-def _matmul(p: "Program", a: "Tensor", b: "Tensor", b_transposed: bool) -> "Tensor":
+def _matmul(p: Program, a: Tensor, b: Tensor, b_transposed: bool) -> Tensor:
     if a.dtype != b.dtype:
         raise WrongType(f"matmul expects a and b of one dtype, a is {a.dtype} and b is {b.dtype}")
     return p.linear(a, b, transposed_weight=not b_transposed)
@@ -21,7 +23,7 @@ def _matmul(p: "Program", a: "Tensor", b: "Tensor", b_transposed: bool) -> "Tens
 _MATMUL = FunctionSpec("matmul", {"a": "... K", "b": "K N"}, ("... N",), _matmul, transposable=("b",))
 
 
-def matmul(a: "Array", b: "Array", *, out: "Array | None" = None) -> "Array":
+def matmul(a: Array, b: Array, *, out: Array | None = None) -> Array:
     """Matrix multiplication a @ b (GEMM), accumulated in fp32.
 
     Shapes: a (..., K), b (K, N) -> (..., N). Leading axes of `a` are rows of one GEMM; b is not batched.

@@ -1,5 +1,7 @@
 """Weight quantization of arrays, to study what a format does to weights. It is done in NumPy."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from barellm.errors import WrongType
@@ -9,7 +11,7 @@ if TYPE_CHECKING:
     from barellm.program.quantization import Scheme
 
 
-def _scheme(name: str, format: str) -> "Scheme":
+def _scheme(name: str, format: str) -> Scheme:
     from barellm.program.quantization import scheme
 
     if not isinstance(format, str):
@@ -17,7 +19,7 @@ def _scheme(name: str, format: str) -> "Scheme":
     return scheme(format)
 
 
-def quantize(w: "Array", format: str = "int4") -> "tuple[Array, Array]":
+def quantize(w: Array, format: str = "int4") -> tuple[Array, Array]:
     """The codes and scales of a matrix, as `barellm sample --weights` has them.
 
     Shapes: w (N, K) -> codes (N, K), int8 or, of 4 bits, uint8 from 0 to 15; scales (N, groups). Groups are of neighbours in a row.
@@ -37,7 +39,7 @@ def quantize(w: "Array", format: str = "int4") -> "tuple[Array, Array]":
     return quantization.quantize(w, how)
 
 
-def dequantize(codes: "Array", scales: "Array", format: str = "int4") -> "Array":
+def dequantize(codes: Array, scales: Array, format: str = "int4") -> Array:
     """The matrix that codes and scales stand for.
 
     Shapes: codes (N, K), scales (N, groups) -> (N, K) float32.

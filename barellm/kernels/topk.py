@@ -1,5 +1,7 @@
 """top_k on arrays."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from barellm.kernels.call import call
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 _TOP_K = FunctionSpec("top_k", {"x": "... C"}, ("... K", "... K"), lambda p, x, *, K: p.top_k(x, K))
 
 
-def top_k(x: "Array", k: int) -> "tuple[Array, Array]":
+def top_k(x: Array, k: int) -> tuple[Array, Array]:
     """The k largest elements of each row, the largest first, and their columns. Of equal elements the lowest column comes first.
 
     Shapes: x (..., C), 1 <= k <= C -> values (..., k), indices (..., k) int32.
