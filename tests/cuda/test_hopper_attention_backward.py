@@ -141,7 +141,7 @@ MUTANTS = {
     "the stream is not waited for": ("three tiles", CONSUMER, ARRIVED, "pass"),
     "the stream's arrival, the phase flipped": (
         "three tiles", CONSUMER, ARRIVED, ARRIVED.replace("consumer_wait", "producer_acquire")),
-    "scores are read too early": ("three tiles", CONSUMER, "mma_wait(1, deps=(p,))", "mma_wait(2, deps=(p,))"),
+    "scores are read too early": ("three tiles", CONSUMER, "mma_wait(1, deps=(scores,))", "mma_wait(2, deps=(scores,))"),
     "the stream is kept": ("three tiles", CONSUMER, "consumer_release(empty, i)", "pass"),
     "the tile is kept": ("three short tiles", CONSUMER, "consumer_release(tile_empty, t)", "pass"),
     "a block beyond the diagonal is given back before it has arrived": (
