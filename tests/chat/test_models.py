@@ -236,7 +236,7 @@ def test_thinking_is_shown_dim_or_hidden_wherever_it_is_cut(how, wanted, capsys)
 
 def test_examples_are_written_by_the_template_and_end_with_its_token(tmp_path):
     tokenizer = load_tokenizer(families.folder(tmp_path / "f", "qwen", template=CHATML))
-    said = [("user", "Hi <|im_end|>"), ("assistant", "Hello"), ("user", "Bye"), ("assistant", "Good\nbye")]
+    said = [("user", "Hi <|im_end|>"), ("assistant", "Hello"), ("user", "Bye <|im_end|>."), ("assistant", "Good\nbye")]
     record = {"messages": [{"role": role, "content": text} for role, text in said]}
     record["messages"][1]["weight"] = 0
     example = forms.example(record, "here")
@@ -282,6 +282,8 @@ def test_what_is_trained_is_marked_or_follows_from_prefixes(tmp_path):
         "{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
     )
     runs = [run for run in trained(words, tmp_path).split("|") if run]
+    with pytest.raises(UserError, match="does not write the answer in message 1, or not where it is trained"):
+        trained(PLAIN, tmp_path, TALK[1:])  # nobody asks for the first answer
     assert runs == ["one\n", "two\n"]  # no special token ends an answer: all that the template writes of it
 
 
