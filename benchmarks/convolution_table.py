@@ -16,7 +16,7 @@ from typing import Any
 
 from barellm.cpu.isa import host
 from barellm.cpu.kernels.conv.conv_algorithm import BF16_COSTS, FP32_COSTS, select_winograd_tile
-from barellm.cpu.kernels.conv.winograd import gemm_tile
+from barellm.cpu.kernels.conv.conv_tiled import gemm_tile
 from benchmarks.convolution import ALGORITHMS, LAYERS, PASSES
 
 TITLES = {"forward": "forward", "dx": "input's gradient", "dw": "filters' gradient"}

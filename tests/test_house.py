@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -159,3 +161,19 @@ for name in sys.argv[1:]:
     names = [".".join(path.with_suffix("").parts) for path in paths if path.name != "__init__.py"]
     done = subprocess.run([sys.executable, "-c", script, *names], capture_output=True, text=True, cwd=PACKAGE.parent)
     assert (done.stdout, done.returncode) == ("", 0), done.stderr
+
+
+def test_what_scripts_and_pages_import_is_there():
+    """Scripts that no test runs (they take minutes, or a GPU) import from the package: a name that has moved is found here."""
+    root, missing = PACKAGE.parent, []
+    for path in (path for folder in ("anatomy", "benchmarks", "docs", "examples") for path in (root / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "barellm":
+                module = importlib.import_module(node.module or "")
+                missing += [
+                    f"{path.relative_to(root)}: {node.module} has no {name.name}"
+                    for name in node.names
+                    if not hasattr(module, name.name)
+                    and not (hasattr(module, "__path__") and find_spec(f"{node.module}.{name.name}"))
+                ]
+    assert not missing, "\n".join(missing)
