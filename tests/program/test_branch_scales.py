@@ -99,10 +99,12 @@ def test_threads_change_no_bit():
     assert all((one[name] == two[name]).all() for name in one)
 
 
-def uneven():
-    if "uneven" not in models.ADDED:
-        user_model.add(UNEVEN)
-    return models.preset("uneven").model
+@pytest.fixture(autouse=True)
+def no_model_is_left():
+    """Whose first preset other tests of this process would take for that of their own file."""
+    yield
+    if models.ADDED.pop("uneven", None):
+        del sys.modules["uneven"]
 
 
 def test_an_overflow_stays_in_its_branch():
@@ -124,8 +126,7 @@ def test_an_overflow_of_the_head_stays_outside_of_all_branches():
 
 def test_branches_whose_gradients_have_no_scale_in_common():
     """Of all 31 loss scales the best loses attention's gradients or those of the MLP; scales of the branches keep both."""
-    if "uneven" not in models.ADDED:
-        user_model.add(UNEVEN)
+    user_model.add(UNEVEN)
     model = models.preset("uneven").model
     exact = gradients(model, "fp32", open_session=ReferenceSession)
 
