@@ -31,7 +31,7 @@ ORDINARY = {"qwen": [*THINK, "<tool_call>", "</tool_call>"], "gemma": ["\n\n"], 
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
 
 
-def library(family: str) -> Tokenizer:
+def fast_tokenizer(family: str) -> Tokenizer:
     """A tokenizer of some 600 ids."""
     sentence_pieces = family in ("gemma", "llama2", "phi3")
     model = models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True) if sentence_pieces else models.BPE()
@@ -79,7 +79,7 @@ def library(family: str) -> Tokenizer:
 def folder(path: Path, family: str, *, template: str = "") -> Path:
     """What lies beside a model of the family."""
     path.mkdir(exist_ok=True)
-    made = library(family)
+    made = fast_tokenizer(family)
     made.save(str(path / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END[family]}
     settings |= {"bos_token": BEGIN[family]} if family in BEGIN else {"bos_token": "<s>"} if family == "phi3" else {}

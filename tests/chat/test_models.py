@@ -314,6 +314,22 @@ def test_an_answer_begins_where_it_leaves_the_generation_prompt(template, answer
         assert [run for run in found if run] == [end.format(text) for end, text in zip(answers, said, strict=True)]
 
 
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}", "message 2, or not where"),
+        ("{% for m in messages %}{{ m.role }}<|im_end|>{% endfor %}", "does not write the answer in message 2"),
+        ("{% generation %}{{ messages[-1].content }}{% endgeneration %}", "does not write the answer in message 2"),
+        ("{{ messages[0].content }}{% generation %}{% endgeneration %}", "does not write the answer in message 2"),
+        ("{{ messages[::-1] }}", "does not write message 2 behind those before it"),
+        ("{{ raise_exception('no ' ~ messages[1].content) }}", "the chat template failed: TemplateError: no one"),
+    ],
+)
+def test_a_template_that_hides_an_answer_is_refused_with_the_line(template, message, tmp_path):
+    with pytest.raises(UserError, match=f"^file, line 7: .*{message}"):
+        trained(template, tmp_path)
+
+
 def test_the_line_is_that_of_the_conversation_that_a_template_refuses(tmp_path):
     no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     families.folder(tmp_path / "f", "qwen", template=CHATML + no_system)

@@ -271,7 +271,7 @@ def test_an_added_token_that_is_not_special_is_text(tmp_path):
 
 def test_an_added_token_of_marked_spaces_is_decoded_as_spaces(tmp_path):
     """Gemma's runs of spaces are added tokens, not special: without the decoder's steps indented code showed U+2581 for spaces."""
-    made = families.library("gemma")
+    made = families.fast_tokenizer("gemma")
     made.add_tokens([AddedToken("\u2581" * n, normalized=False) for n in (2, 3)])
     tokenizer = HuggingFace(made.to_str().encode(), path=tmp_path)
     two, three = (tokenizer.added["\u2581" * n] for n in (2, 3))

@@ -22,7 +22,7 @@ from barellm.interop.gguf import LLAMA_3_WORDS, MODEL_TYPES, PAIRED, QWEN_2_WORD
 from barellm.interop.gguf_tokenizer import pairs_by_score  # noqa: E402
 from barellm.interop.sources import open_weights  # noqa: E402
 from tests.chat import families as pipelines  # noqa: E402
-from tests.chat.families import library  # noqa: E402
+from tests.chat.families import fast_tokenizer  # noqa: E402
 from tests.oracle.families import FAMILIES, case  # noqa: E402
 
 pytestmark = pytest.mark.oracle
@@ -263,7 +263,7 @@ def as_pieces(content: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", KINDS)
 def test_an_exported_tokenizer_has_its_ids_in_llama_cpp(tmp_path, family):
-    content = json.loads(library(family).to_str())
+    content = json.loads(fast_tokenizer(family).to_str())
     content = as_pieces(content) if KINDS[family][0] == "llama" else content
     content["normalizer"] = {"type": "NFC"} if family == "qwen" else None if family == "gpt_neox" else content["normalizer"]
     if family == "qwen":
@@ -288,7 +288,7 @@ def test_an_exported_tokenizer_has_its_ids_in_llama_cpp(tmp_path, family):
 def test_a_tokenizer_that_merges_in_another_order_is_left_out_and_said(tmp_path):
     made = case(tmp_path / "folder", "llama", vocab_size=700, rope_parameters={"rope_type": "default", "rope_theta": 1e4}).weights
     for family, why in (("llama2", "merges pieces in another order"), ("llama3", "its rule for words is not that of GPT-2")):
-        tokenizer = HuggingFace(library(family).to_str().encode(), path=Path("made"))
+        tokenizer = HuggingFace(fast_tokenizer(family).to_str().encode(), path=Path("made"))
         note = out.write(replace(made, tokenizer=tokenizer), tmp_path / family, dtype="fp32", name="m", licence=None)
         assert note is not None and note.startswith("without a tokenizer: ") and why in note
 
@@ -296,7 +296,7 @@ def test_a_tokenizer_that_merges_in_another_order_is_left_out_and_said(tmp_path)
 @pytest.mark.parametrize("family", KINDS)
 def test_a_file_s_tokenizer_has_the_ids_of_the_folder_s(tmp_path, family):
     """A piece of SentencePiece's is made of two others in an order that only its score says."""
-    content = json.loads(library(family).to_str())
+    content = json.loads(fast_tokenizer(family).to_str())
     added = {token["id"]: token for token in content["added_tokens"]}
     ids = {i: name for name, i in content["model"]["vocab"].items()} | {i: token["content"] for i, token in added.items()}
     names, rank = [ids[i] for i in range(len(ids))], {}
