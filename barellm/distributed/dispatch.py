@@ -66,7 +66,9 @@ def run_as_rank(args: argparse.Namespace, count: int, command: Callable[[argpars
     except KeyboardInterrupt:
         status = 130
         if rank == 0:
-            print("barellm: interrupted", file=sys.stderr)
+            launcher_protocol.say("barellm: interrupted")
+        else:
+            time.sleep(AFTER_S)  # all have been: rank 0 says it, before anybody ends the run
     except Exception:
         status = _say(rank, f"\n{traceback.format_exc()}", 1)
     sys.stdout.flush()
@@ -81,5 +83,5 @@ def _say(rank: int, words: str, status: int) -> int:
         time.sleep(AFTER_S)
         words = f"rank {rank}: {words}"
     sys.stdout.flush()
-    print(f"barellm: error: {words if status == 1 else ' '.join(words.split())}", file=sys.stderr, flush=True)
+    launcher_protocol.say(f"barellm: error: {words if status == 1 else ' '.join(words.split())}")
     return status

@@ -16,14 +16,15 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from barellm.distributed.launcher_protocol import announce_exit
+from barellm.distributed.launcher_protocol import announce_exit, say
 from barellm.errors import UserError
 
 BEAT_S = 0.5
 LIMIT_S = 20.0  # of silence, or of being late
 AT_WORK = 1.25  # times as long for a rank that is seen at work
 AHEAD = 2.0  # times as long for a rank that may be waiting for this one: it has the word
-LAST_WORDS_S = 0.25  # for a launcher to read what was said: MPICH's drops what it has not when it ends all
+LAST_WORDS_S = 0.25  # for another launcher than ours to read what was said: MPICH's drops what it has not when it ends all
+OUR_LAUNCHER_S = 20.0  # for ours to do so, and end all, before this rank does
 SPINS = 200  # looks in a row before a waiting rank lets others of its machine have the core for longer
 NAP_S = 0.0002
 
@@ -163,7 +164,7 @@ class Heartbeat:
             time.sleep(6 * BEAT_S)  # that one says it, and its end is the launcher's sign to end all
         # Here still: the first of those that are well has not noticed, and its line is not to be had.
         sys.stdout.flush()
-        os.write(2, f"barellm: error: {words}\n".encode())
+        say(f"barellm: error: {words}")
         end_all(self._mpi.COMM_WORLD, 1)  # of a copy MPICH ends this process only, and srun lets the others be
 
 
@@ -187,8 +188,8 @@ class Process:
 def end_all(world: Any, status: int) -> NoReturn:
     """End this process and all others of the communicator `world`, also those that do not answer."""
     announce_exit(status)
+    time.sleep(OUR_LAUNCHER_S if os.environ.get("BARELLM_RANKS") else LAST_WORDS_S)
     threading.Timer(BEAT_S * 4, os._exit, (status,)).start()  # where MPI cannot
-    time.sleep(LAST_WORDS_S)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # it would say so, in words of its own
     world.Abort(status)
     os._exit(status)

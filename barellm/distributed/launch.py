@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from barellm.distributed import launcher_protocol, launchers
-from barellm.distributed.supervisor import Supervisor, below
+from barellm.distributed.supervisor import Supervisor, below, ranks_below
 from barellm.errors import UserError
 
 MOST = 1 << 16
@@ -145,7 +145,8 @@ def _end_with_parent() -> None:
 
 
 def _pass_on(process: subprocess.Popen[bytes], numbers: dict[int, int]) -> tuple[str, int | None]:
-    """Forward the processes' stdout; returns (the launcher's messages, the reported status or None). Fills `numbers`."""
+    """Forward the processes' stdout; returns (the launcher's messages, the reported status or None). Fills `numbers`.
+    Prints what a rank says of a failure, and kills all ranks when one has announced a status that is not 0."""
     assert process.stdout is not None
     launcher_lines: list[str] = []
     reported: int | None = None
@@ -153,11 +154,16 @@ def _pass_on(process: subprocess.Popen[bytes], numbers: dict[int, int]) -> tuple
     reader = True  # of the output: it may go away
     for line in process.stdout:
         if line.startswith(launcher_protocol.PREFIX):
-            rank, number = line[len(launcher_protocol.PREFIX) :].split()
-            if rank == b"end":
-                reported = int(number) if reported is None else reported
-            else:
-                numbers[int(number)] = int(rank)
+            kind, _, value = line[len(launcher_protocol.PREFIX) :].partition(b" ")
+            if kind == b"say":
+                with suppress(OSError):  # nobody reads any more
+                    os.write(2, value)
+            elif kind != b"end":
+                numbers[int(value)] = int(kind)
+            elif reported is None and (reported := int(value)):  # that rank has said why, and waits for its end
+                for other in {*numbers, *(rank for rank, _ in ranks_below(process.pid))}:
+                    with suppress(ProcessLookupError):
+                        os.kill(other, signal.SIGKILL)
             continue
         text = line.decode(errors="replace").rstrip()
         if launcher_lines or "BAD TERMINATION" in text or text.startswith("YOUR APPLICATION TERMINATED"):

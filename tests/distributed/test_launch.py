@@ -51,7 +51,7 @@ def passed(monkeypatch, output: str) -> tuple[str, tuple[str, dict[int, int], in
     """(what the user sees, what the launcher has said, with the ranks of processes, and the status that was told)"""
     seen = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=seen))
-    process = SimpleNamespace(stdout=io.BytesIO(output.encode()))
+    process = SimpleNamespace(stdout=io.BytesIO(output.encode()), pid=os.getpid())
     numbers: dict[int, int] = {}
     said, told = launch._pass_on(process, numbers)
     return seen.getvalue().decode(), (said, numbers, told)
@@ -298,14 +298,40 @@ def test_the_status_is_told_to_our_launcher_only(monkeypatch, capfd):
     assert passed(monkeypatch, capfd.readouterr().out) == ("", ("", {}, 130)), "the first counts"
 
 
+def test_a_rank_that_has_said_why_is_ended_with_all_others(monkeypatch, capfd):
+    """It is our launcher that ends them, when it has read the words: MPICH's, on a busy machine, ended the run without a word."""
+    monkeypatch.setenv("BARELLM_RANKS", "1")
+    with subprocess.Popen(["sleep", "60"]) as rank, subprocess.Popen(["sleep", "60"]) as other:
+        launcher_protocol.say("barellm: error: a line\nand another: é")
+        launcher_protocol.announce_exit(2)
+        signed = f"\x1ebarellm rank 0 {rank.pid}\n\x1ebarellm rank 1 {other.pid}\n"
+        written = capfd.readouterr()
+        assert written.err == ""
+        seen, (_, numbers, told) = passed(monkeypatch, signed + written.out)
+        assert (seen, numbers, told) == ("", {rank.pid: 0, other.pid: 1}, 2)
+        assert [process.wait(10) for process in (rank, other)] == [-signal.SIGKILL] * 2
+    assert capfd.readouterr().err == "barellm: error: a line\nand another: é\n"
+    monkeypatch.delenv("BARELLM_RANKS")
+    launcher_protocol.say("barellm: error: a line")
+    assert capfd.readouterr() == ("", "barellm: error: a line\n"), "under mpirun it speaks itself"
+
+
+def test_a_run_that_ended_well_is_not_killed(monkeypatch):
+    with subprocess.Popen(["sleep", "60"]) as rank:
+        passed(monkeypatch, f"\x1ebarellm rank 0 {rank.pid}\n\x1ebarellm rank end 0\n")
+        assert rank.poll() is None
+        rank.kill()
+
+
 @pytest.mark.parametrize("ours, told", [(True, "\x1ebarellm rank end 1\n"), (False, "")])
 def test_a_rank_that_ends_all_says_so(ours, told):
     """MPI's launcher kills the others, and would have one of them named besides."""
     script = """
 import os
 from types import SimpleNamespace
-from barellm.distributed.heartbeat import end_all
-end_all(SimpleNamespace(Abort=lambda status: os.write(2, b"MPI's own words")), 1)
+from barellm.distributed import heartbeat
+heartbeat.OUR_LAUNCHER_S = 0.0
+heartbeat.end_all(SimpleNamespace(Abort=lambda status: os.write(2, b"MPI's own words")), 1)
 """
     own = {"PYTHONPATH": ":".join(sys.path)} | ({"BARELLM_RANKS": "1"} if ours else {})
     done = subprocess.run([sys.executable, "-c", script], env=own, capture_output=True, text=True)
@@ -339,20 +365,22 @@ def test_the_end_of_the_parent_is_told_once(tmp_path):
         assert parent.stdout.read() == "told\n"  # and the child has ended
 
 
-def test_what_a_rank_says_is_read_before_it_ends_all(monkeypatch, capfd):
+@pytest.mark.parametrize("ours", [False, True])
+def test_what_a_rank_says_is_read_before_it_ends_all(monkeypatch, ours):
     """MPICH's launcher drops what it has not read by then: the only line of a run that failed was lost now and then."""
     happened: list[object] = []
+    monkeypatch.setenv("BARELLM_RANKS", "1") if ours else monkeypatch.delenv("BARELLM_RANKS", raising=False)
 
     def ended(status: int) -> None:
         raise SystemExit(status)
 
-    monkeypatch.setattr(heartbeat.time, "sleep", lambda seconds: happened.append(seconds >= 0.2))
+    monkeypatch.setattr(heartbeat.time, "sleep", lambda seconds: happened.append(seconds))
     monkeypatch.setattr(heartbeat.threading, "Timer", lambda *how: SimpleNamespace(start=lambda: None))
     monkeypatch.setattr(heartbeat.os, "dup2", lambda *files: happened.append("silent"))
     monkeypatch.setattr(heartbeat.os, "_exit", ended)
     with pytest.raises(SystemExit, match=r"^1$"):
         heartbeat.end_all(SimpleNamespace(Abort=lambda status: happened.append("end")), 1)
-    assert happened == [True, "silent", "end"]
+    assert happened == [20.0 if ours else 0.25, "silent", "end"]
 
 
 OPEN_MPI = (

@@ -426,6 +426,7 @@ run_as_rank(argparse.Namespace(ranks=None), 2, lambda args, ranks: print(sorted(
 def test_ranks_of_one_thread_each_have_cores_of_their_own(place, monkeypatch):
     """BARELLM_THREADS is a rank's, and says nothing of the cores that are dealt: two ranks have run on one."""
     monkeypatch.setenv("BARELLM_THREADS", "1")
+    monkeypatch.setenv("BARELLM_PIN", "1")  # tests that run beside each other pin nothing
     done = by_mpi(place, ["-c", SETTLED])
     assert done.returncode == 0, done.stderr
     first, second = (set(json.loads(found)) for found in re.findall(r"\[.*?\]", done.stdout))
