@@ -110,8 +110,7 @@ class BoundLaunch:
 
 def _launch_config(code: Code, grid: tuple[int, ...]) -> Any:
     """The driver's CUlaunchConfig; its stream is set by each run."""
-    cu = driver.bindings()
-    config = cu.CUlaunchConfig()
+    config = driver.bindings().CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = code.threads, 1, 1
     config.sharedMemBytes = code.shared_bytes

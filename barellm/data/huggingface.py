@@ -216,6 +216,5 @@ def _leading(found: dict[str, Any], special: Mapping[str, int]) -> int | None:
     """The special token that the tokenizer itself puts before a text."""
     for step in steps(found.get("post_processor"), "processors"):
         if step["type"] == "TemplateProcessing":
-            first = step["single"][0].get("SpecialToken", {}).get("id")
-            return special.get(first)
+            return special.get(step["single"][0].get("SpecialToken", {}).get("id"))
     return None

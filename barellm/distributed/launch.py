@@ -192,8 +192,7 @@ def _killed(banner: str, numbers: Mapping[int, int], first: tuple[int, int | Non
     reported = re.search(r"PID (\d+) (?:RUNNING AT|on node)", banner)
     signalled = re.search(r"\bsignal (\d+) ?[()]", banner)
     process, status = first or (int(reported[1]) if reported else -1, None)
-    in_banner = int(signalled[1]) if signalled else 0
-    number = os.WTERMSIG(status) if status else in_banner
+    number = os.WTERMSIG(status) if status else int(signalled[1]) if signalled else 0
     if not number:
         return ""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

@@ -35,8 +35,7 @@ def quantize(w: Array, format: str = "int4") -> tuple[Array, Array]:
     if check_array("quantize", "w", w).ndim != 2 or not w.size:
         raise ValueError(f"quantize expects w (N, K) with at least one element, it has shape {w.shape}")
     format_name("quantize", "w", w, ("fp32", "bf16"))
-    how = _scheme("quantize", format)
-    return quantization.quantize(w, how)
+    return quantization.quantize(w, _scheme("quantize", format))
 
 
 def dequantize(codes: Array, scales: Array, format: str = "int4") -> Array:

@@ -269,8 +269,7 @@ def spread(nodes: int, number: int, seed: int) -> np.ndarray:
     random = np.random.default_rng(seed)
     linked = np.eye(nodes, dtype=bool)
     for row in range(nodes):
-        others = np.flatnonzero(~linked[row])
-        linked[row, random.permutation(others)[:number]] = True
+        linked[row, random.permutation(np.flatnonzero(~linked[row]))[:number]] = True
     return linked
 
 

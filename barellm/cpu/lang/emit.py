@@ -113,8 +113,7 @@ class Builder:
         if value.type == type_:
             return value
         if width(type_) and not width(value.type):
-            scalar = self.to(value, element(type_))
-            return self.splat(scalar)
+            return self.splat(self.to(value, element(type_)))
         source, target = element(value.type), element(type_)
         if is_float(type_) and not is_float(value.type):
             instruction = "uitofp" if source == "i1" else "sitofp"
@@ -136,8 +135,7 @@ class Builder:
             if width(a.type) or width(b.type):
                 type_ = a.type if width(a.type) else b.type
             else:
-                order = ["i1", "i32", "i64", "float", "double"]
-                type_ = max(a.type, b.type, key=order.index)
+                type_ = max(a.type, b.type, key=["i1", "i32", "i64", "float", "double"].index)
             return self.to(a, type_), self.to(b, type_)
         return (a, self.to(b, a.type)) if isinstance(a, Value) else (self.to(a, b.type), b)
 
@@ -266,8 +264,7 @@ class Builder:
 
     def dot(self, acc: Value, a: Value, b: Value) -> Value:
         """acc + the products of two bf16 pairs a lane, summed in fp32; a and b are i32 lanes that hold the pairs."""
-        n = 2 * self.lanes
-        pairs = f"<{n} x bfloat>"
+        pairs = f"<{2 * self.lanes} x bfloat>"
         names = {"x86": f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}", "neon": "llvm.aarch64.neon.bfdot.v4f32.v8bf16"}
         return self.call(names[self.isa.dot], self.vec, acc, self.bitcast(a, pairs), self.bitcast(b, pairs))
 
@@ -335,8 +332,7 @@ class Builder:
 
         def goes_on() -> Value:
             nonlocal index
-            index = i.value
-            return index < stop
+            return i.value < stop
 
         with self.while_(goes_on, "loop"):
             yield index

@@ -134,8 +134,7 @@ class Op:
 
     def __repr__(self) -> str:
         outs = ", ".join(t.name for t in self.outputs.values())
-        ins = ", ".join(t.name for t in self.inputs.values())
-        return f"{outs} = {self.name}({ins})"
+        return f"{outs} = {self.name}({', '.join(t.name for t in self.inputs.values())})"
 
 
 class OfLogits(Op):

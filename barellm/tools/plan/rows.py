@@ -112,5 +112,4 @@ def place(op: Op) -> str:
 def family(op: Op) -> str:
     """The file of program/ops/ that the op's main part is from: "matmul", "attention", ..."""
     parts = primitives(op)
-    main = next((p for p in parts if p.product), parts[0])
-    return type(main).__module__.rpartition(".")[2]
+    return type(next((p for p in parts if p.product), parts[0])).__module__.rpartition(".")[2]

@@ -372,8 +372,7 @@ class PackedA:
         target = self.at.at((col - self.first) * self.max_units + u * self.mr)
         for v in range(0, self.mr, k.lanes):
             lanes = min(self.mr - v, k.lanes)
-            row = u << 1 if self.pair else u
-            words = self._load(row, col, v, lanes, masked=masked)
+            words = self._load(u << 1 if self.pair else u, col, v, lanes, masked=masked)
             if self.pair:
                 odd = k.const(0, f"<{lanes} x i16>") if half else self._load((u << 1) + 1, col, v, lanes, masked=masked)
                 words = k.bitcast(k.interleave(words, odd), f"<{lanes} x i32>")

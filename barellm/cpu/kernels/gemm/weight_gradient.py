@@ -17,15 +17,7 @@ from typing import Any
 
 from barellm.cpu.gemm_config import GemmConfig, Tile, token_chunk
 from barellm.cpu.kernel import ISA, KernelBuilder, Pointer, Value
-from barellm.cpu.kernels.gemm import amx, packing
-from barellm.cpu.kernels.gemm.microkernel import (
-    add_previous_sums,
-    block_of_item,
-    broadcast_packed,
-    microkernel,
-    overlap_calls,
-    prefetch_row,
-)
+from barellm.cpu.kernels.gemm import amx, microkernel, packing
 from barellm.cpu.kernels.optim.squares import BlockSum, block_number
 from barellm.program.integers import ceil_div, round_up
 
@@ -44,7 +36,7 @@ class WgradEpilogue:
 
     def adds(self, t) -> Value:
         """Whether (i1) the chunk of tokens that starts at t is added to dweight."""
-        return add_previous_sums(self.k, t, self.keep)
+        return microkernel.add_previous_sums(self.k, t, self.keep)
 
     def masks_of(self, col) -> list[Value | None]:
         """The masks of the vectors of a panel, from column `col` on; None: all lanes."""
@@ -126,7 +118,7 @@ class WgradMainloop:
     def _begin_item(self) -> Value:
         """Set the rows and columns of work item `item`; returns the number of its block of rows."""
         k, mc, nc = self.k, self.config.mc, self.config.nc
-        m_block, n_block = block_of_item(self.item, self.config, self.m_blocks, self.n_blocks)
+        m_block, n_block = microkernel.block_of_item(self.item, self.config, self.m_blocks, self.n_blocks)
         self.n0, self.k0 = m_block * mc, n_block * nc
         self.n1, self.k1 = k.min(self.n0 + mc, self.N), k.min(self.k0 + nc, self.K)
         return m_block
@@ -177,7 +169,7 @@ class VectorWgrad(WgradMainloop):
             with k.loop(0, self.tokens, chunk) as self.t:
                 depth = k.min(self.tokens - self.t, chunk)
                 self.k_units = (depth + 1) >> 1 if self.vnni else depth
-                self.calls = overlap_calls(k, tile, self.k_units)
+                self.calls = microkernel.overlap_calls(k, tile, self.k_units)
                 self.packed_a.acquire(self.t * self.m_blocks + m_block, self.calls)
                 self.adds = self.epilogue.adds(self.t)
                 with k.loop(self.k0, self.k1, self.nr) as self.col:
@@ -203,7 +195,7 @@ class VectorWgrad(WgradMainloop):
         """Begin to pack the panel that follows panel `number`: in this chunk, in the next chunk, or the next item's first."""
         k, t, col = self.k, self.t, self.col
         more_panels, more_chunks = col + self.nr < self.k1, t + self.chunk < self.tokens
-        _, next_n = block_of_item(self.item + 1, self.config, self.m_blocks, self.n_blocks)
+        _, next_n = microkernel.block_of_item(self.item + 1, self.config, self.m_blocks, self.n_blocks)
         next_id = k.select(more_chunks, (t + self.chunk) * self.K + self.k0, next_n * self.config.nc)
         next_id = k.select(more_panels, number + self.nr, next_id)
         exists = more_panels | more_chunks | (self.item + 1 < self.m_blocks * self.n_blocks)
@@ -212,9 +204,9 @@ class VectorWgrad(WgradMainloop):
     def _multiply_tile(self, row, tile: Tile) -> None:
         """The micro-kernel and the epilogue of a tile (at most MR rows) at row `row` of dweight and the panel's columns."""
         k = self.k
-        load_a = broadcast_packed(k, self.packed_a.tile(row - self.n0), 4 * self.tile.mr, 4, self.vnni)
+        load_a = microkernel.broadcast_packed(k, self.packed_a.tile(row - self.n0), 4 * self.tile.mr, 4, self.vnni)
         overlapped = {"prefetch": partial(self._prefetch_c, row), "overlap": self._pack_step} if self.overlap else {}
-        sums = microkernel(k, tile, load_a, self.panel, self.k_units, self.vnni, **overlapped)
+        sums = microkernel.microkernel(k, tile, load_a, self.panel, self.k_units, self.vnni, **overlapped)
         for add, branch in ((True, k.when), (False, k.otherwise)):
             with branch(self.adds):
                 for r, values in enumerate(sums):
@@ -226,7 +218,7 @@ class VectorWgrad(WgradMainloop):
             return
         target = self.epilogue.dweight.at((row + r) * self.K + self.col)
         with self.k.when(self.adds) if self.epilogue.nontemporal else nullcontext():
-            prefetch_row(self.k, target, self.nr, write=True)
+            microkernel.prefetch_row(self.k, target, self.nr, write=True)
 
     def _pack_step(self) -> None:
         """What a micro-kernel overlaps: a piece of the next B panel, and of the next group of A's tiles."""
@@ -265,7 +257,7 @@ class AmxWgrad(WgradMainloop):
         items = self.m_blocks * self.n_blocks
         with amx.tile_registers(k, used=True), k.when(self.tokens > 0), k.parallel_for(items) as self.item:
             m_block = self._begin_item()
-            _, self.next_n = block_of_item(self.item + 1, self.config, self.m_blocks, self.n_blocks)
+            _, self.next_n = microkernel.block_of_item(self.item + 1, self.config, self.m_blocks, self.n_blocks)
             with k.loop(0, self.tokens, self.chunk) as self.t:
                 self.end = k.min(self.tokens, self.t + self.chunk)
                 self._pack_a(m_block)

@@ -38,8 +38,7 @@ def exponent_stats(k, counts, sums, x, *, dims, width) -> None:
             v = x.load(i, mask)
             bits = k.bitcast(v, k.ivec)
             e = (bits >> FP32_FRACTION) & NOT_FINITE  # the exponent field, all ones for infinity and NaN
-            finite = e < NOT_FINITE
-            v = k.select(finite, v, 0.0)
+            v = k.select(e < NOT_FINITE, v, 0.0)
             a = k.bitcast(k.bitcast(v, k.ivec) & FP32_MAGNITUDE, k.vec)  # |x|
             total[j].value = total[j].value + v
             size[j].value = size[j].value + a
