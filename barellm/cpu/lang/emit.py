@@ -332,7 +332,8 @@ class Builder:
 
         def goes_on() -> Value:
             nonlocal index
-            return i.value < stop
+            index = i.value
+            return index < stop
 
         with self.while_(goes_on, "loop"):
             yield index
