@@ -24,7 +24,8 @@ pytestmark = pytest.mark.alone
 
 TICK = 1e-9
 STEPS = 9
-WORDS = [word for key, value in SMALL.items() for word in (f"--{key}", str(value))]
+TOKENS = {"train.micro_batch_size": 16, "train.seq": 64}  # of fewer, a short call's stamps are 1.5 to 4 % of a step
+WORDS = [word for key, value in (SMALL | TOKENS).items() for word in (f"--{key}", str(value))]
 
 
 @pytest.fixture(params=[(1, "futex"), (2, "futex"), (5, "futex"), (2, "condition"), (5, "condition")], ids=str)
@@ -33,7 +34,7 @@ def traced(request, monkeypatch):
     threads, wait = request.param
     monkeypatch.setenv("BARELLM_THREADS", str(threads))
     monkeypatch.setenv("BARELLM_WAIT", wait)
-    with opened(small()) as (bench, _):
+    with opened(small(**TOKENS)) as (bench, _):
         yield bench.compiled.session, trace.record(bench, STEPS)
 
 
@@ -129,7 +130,7 @@ def test_the_timeline_has_every_call_on_every_thread(traced):
         row = trace.account(step)[track - 1]
         assert sum(e["dur"] for e in work) * 1e-6 == pytest.approx(row["work_s"], rel=0.01)
     labels = {e["name"] for e in events}
-    assert {"linear_gelu h.0.mlp.c_fc.weight 128x32", "attention h.1 2x16x32", "adamw wte 65x32", "barrier"} <= labels
+    assert {"linear_gelu h.0.mlp.c_fc.weight 128x32", "attention h.1 16x64x32", "adamw wte 65x32", "barrier"} <= labels
     assert any(name.startswith("classifier wte 65x32 gemm") for name in labels)
 
 
@@ -230,7 +231,7 @@ def test_command(capsys, tmp_path, monkeypatch):
         " idle",
     ):
         assert words in text, words
-    folder = tmp_path / "runs" / "profile-shakespeare-char-2x16-fp32"
+    folder = tmp_path / "runs" / "profile-shakespeare-char-16x64-fp32"
     assert sorted(path.name for path in folder.iterdir()) == ["profile.json", "profile.svg", "timeline.json"]
     assert main.main(["profile", "shakespeare-char", *WORDS, "--steps", "1", "--json", "--out", "here"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "here" / "profile.json").read_text())
