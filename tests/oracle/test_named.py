@@ -68,9 +68,9 @@ class Hub:
                 self.send_response(200)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
+                self.send_header("Connection", "close")
                 self.end_headers()
                 self.wfile.write(body)
-                self.close_connection = True
 
             def file(self, *, send: bool):
                 path = re.split(f"/resolve/(?:main|{REVISION})/", self.path)[-1].partition("?")[0].replace("%2F", "/")
@@ -91,10 +91,11 @@ class Hub:
                 if first:
                     self.send_header("Content-Range", f"bytes {first}-{len(body) - 1}/{len(body)}")
                 self.send_header("Content-Length", str(len(body) - first))
+                if send:  # told: a client that does not know may ask on a connection that is about to close
+                    self.send_header("Connection", "close")
                 self.end_headers()
                 if send:
                     self.wfile.write(hub.harm(path, hub.requested[path], body)[first:])
-                    self.close_connection = True
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
