@@ -24,7 +24,7 @@ LIMIT_S = 20.0  # of silence, or of being late
 AT_WORK = 1.25  # times as long for a rank that is seen at work
 AHEAD = 2.0  # times as long for a rank that may be waiting for this one: it has the word
 LAST_WORDS_S = 0.25  # for another launcher than ours to read what was said: MPICH's drops what it has not when it ends all
-OUR_LAUNCHER_S = 20.0  # for ours to do so, and end all, before this rank does
+OUR_LAUNCHER_S = 20.0  # for ours to do so, and to end all
 SPINS = 200  # looks in a row before a waiting rank lets others of its machine have the core for longer
 NAP_S = 0.0002
 
@@ -188,7 +188,7 @@ class Process:
 def end_all(world: Any, status: int) -> NoReturn:
     """End this process and all others of the communicator `world`, also those that do not answer."""
     announce_exit(status)
-    time.sleep(OUR_LAUNCHER_S if os.environ.get("BARELLM_RANKS") else LAST_WORDS_S)
+    threading.Event().wait(OUR_LAUNCHER_S if os.environ.get("BARELLM_RANKS") else LAST_WORDS_S)
     threading.Timer(BEAT_S * 4, os._exit, (status,)).start()  # where MPI cannot
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # it would say so, in words of its own
     world.Abort(status)

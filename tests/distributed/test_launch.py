@@ -374,7 +374,7 @@ def test_what_a_rank_says_is_read_before_it_ends_all(monkeypatch, ours):
     def ended(status: int) -> None:
         raise SystemExit(status)
 
-    monkeypatch.setattr(heartbeat.time, "sleep", lambda seconds: happened.append(seconds))
+    monkeypatch.setattr(heartbeat.threading, "Event", lambda: SimpleNamespace(wait=happened.append))
     monkeypatch.setattr(heartbeat.threading, "Timer", lambda *how: SimpleNamespace(start=lambda: None))
     monkeypatch.setattr(heartbeat.os, "dup2", lambda *files: happened.append("silent"))
     monkeypatch.setattr(heartbeat.os, "_exit", ended)

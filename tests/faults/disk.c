@@ -1,8 +1,8 @@
 /* A disk that fails, for LD_PRELOAD. Calls that change what lies below $FAULTS_UNDER are counted from 1 and written to $FAULTS_LOG, a
  * line each; with a file $FAULTS_COUNT a process and those that it starts are counted together. Calls from $FAULTS_FIRST to $FAULTS_LAST
  * fail with the error $FAULTS_DO, a number; or the first of them comes back only when somebody continues the process (stop), or never,
- * where a write leaves half of its bytes (kill). sleep() and Python's time.sleep() take no time; with $FAULTS_SLEEP a signal comes
- * meanwhile. The names with 64 are those that Python calls; where long has 64 bits they are the same functions. */
+ * where a write leaves half of its bytes (kill). sleep() and Python's time.sleep() take no time, threading.Event's
+ * wait() does: a process that waits to be ended by another has to use it. With $FAULTS_SLEEP a signal comes meanwhile. The names with 64 are those that Python calls; where long has 64 bits they are the same functions. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

@@ -225,6 +225,6 @@ def test_a_dozen_faults(place):
 @pytest.mark.parametrize("name", TRIALS)
 def test_150_faults(place, name):
     possible(name)
-    outcomes, wrong = trials(place, name, TRIALS[name], seed=int(os.environ.get("BARELLM_TRIALS_SEED", "1")))
+    outcomes, wrong = trials(place, name, TRIALS[name], seed=int(os.environ.get("TRIALS_SEED", "1")))
     print(name, dict(outcomes))
     assert not wrong, "\n".join(wrong)
