@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from barellm.distributed import launcher_protocol, launchers
-from barellm.distributed.supervisor import Supervisor, below, ranks_below
+from barellm.distributed.supervisor import Supervisor, below
 from barellm.errors import UserError
 
 MOST = 1 << 16
@@ -146,22 +146,24 @@ def _end_with_parent() -> None:
 
 def _pass_on(process: subprocess.Popen[bytes], numbers: dict[int, int]) -> tuple[str, int | None]:
     """Forward the processes' stdout; returns (the launcher's messages, the reported status or None). Fills `numbers`.
-    Prints what a rank says of a failure, and kills all ranks when one has announced a status that is not 0."""
+    Prints what a rank says of its failure; when it has announced its status too, kills all ranks."""
     assert process.stdout is not None
     launcher_lines: list[str] = []
     reported: int | None = None
     pending: list[bytes] = []  # blank lines and rules: the launcher's banner begins with them
-    reader = True  # of the output: it may go away
+    reader, failed = True, False  # of the output, which may go away; whether a rank has said why it failed
     for line in process.stdout:
         if line.startswith(launcher_protocol.PREFIX):
             kind, _, value = line[len(launcher_protocol.PREFIX) :].partition(b" ")
             if kind == b"say":
+                failed = True
                 with suppress(OSError):  # nobody reads any more
                     os.write(2, value)
             elif kind != b"end":
                 numbers[int(value)] = int(kind)
-            elif reported is None and (reported := int(value)):  # that rank has said why, and waits for its end
-                for other in {*numbers, *(rank for rank, _ in ranks_below(process.pid))}:
+            elif reported is None:
+                reported = int(value)
+                for other in numbers if failed else ():  # it waits for that; the supervisor ends those not yet read of
                     with suppress(ProcessLookupError):
                         os.kill(other, signal.SIGKILL)
             continue
@@ -192,7 +194,8 @@ def _killed(banner: str, numbers: Mapping[int, int], first: tuple[int, int | Non
     reported = re.search(r"PID (\d+) (?:RUNNING AT|on node)", banner)
     signalled = re.search(r"\bsignal (\d+) ?[()]", banner)
     process, status = first or (int(reported[1]) if reported else -1, None)
-    number = os.WTERMSIG(status) if status else int(signalled[1]) if signalled else 0
+    in_banner = int(signalled[1]) if signalled else 0
+    number = os.WTERMSIG(status) if status else in_banner
     if not number:
         return ""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

@@ -51,7 +51,7 @@ def passed(monkeypatch, output: str) -> tuple[str, tuple[str, dict[int, int], in
     """(what the user sees, what the launcher has said, with the ranks of processes, and the status that was told)"""
     seen = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=seen))
-    process = SimpleNamespace(stdout=io.BytesIO(output.encode()), pid=os.getpid())
+    process = SimpleNamespace(stdout=io.BytesIO(output.encode()))
     numbers: dict[int, int] = {}
     said, told = launch._pass_on(process, numbers)
     return seen.getvalue().decode(), (said, numbers, told)
@@ -316,9 +316,11 @@ def test_a_rank_that_has_said_why_is_ended_with_all_others(monkeypatch, capfd):
     assert capfd.readouterr() == ("", "barellm: error: a line\n"), "under mpirun it speaks itself"
 
 
-def test_a_run_that_ended_well_is_not_killed(monkeypatch):
+@pytest.mark.parametrize("status", [0, 130])
+def test_a_run_that_came_to_its_end_is_not_killed(monkeypatch, status):
+    """Also one that a signal has stopped: its ranks leave MPI, and end what they have started."""
     with subprocess.Popen(["sleep", "60"]) as rank:
-        passed(monkeypatch, f"\x1ebarellm rank 0 {rank.pid}\n\x1ebarellm rank end 0\n")
+        passed(monkeypatch, f"\x1ebarellm rank 0 {rank.pid}\n\x1ebarellm rank end {status}\n")
         assert rank.poll() is None
         rank.kill()
 

@@ -67,8 +67,7 @@ def scores(
     if not causal:
         return s
     key = np.arange(k.shape[2])[None, :]
-    later = key > pos + np.arange(q.shape[2])[:, None]
-    return np.where(later | (key < first), -np.inf, s)
+    return np.where((key > pos + np.arange(q.shape[2])[:, None]) | (key < first), -np.inf, s)
 
 
 def log_sum_exp(s: np.ndarray) -> np.ndarray:
