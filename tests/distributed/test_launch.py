@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import re
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from barellm.distributed import heartbeat, launch, launcher_protocol, launchers, supervisor
+from barellm.distributed import dispatch, heartbeat, launch, launcher_protocol, launchers, supervisor
 from barellm.errors import UserError
 from barellm.training import stopping
 
@@ -365,6 +366,26 @@ def test_the_end_of_the_parent_is_told_once(tmp_path):
         assert parent.stdout.readline() == "ready\n"
         parent.kill()
         assert parent.stdout.read() == "told\n"  # and the child has ended
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_speaks_of_an_interrupt_before_another_ends_the_run(monkeypatch, capfd, rank):
+    slept: list[float] = []
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def ended(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.delenv("BARELLM_RANKS", raising=False)
+    monkeypatch.setenv("PMI_RANK", str(rank))
+    monkeypatch.setattr("barellm.distributed.mpi.MpiRanks", interrupted)
+    monkeypatch.setattr(dispatch.time, "sleep", slept.append)
+    monkeypatch.setattr(dispatch.os, "_exit", ended)
+    with pytest.raises(SystemExit, match=r"^130$"):
+        dispatch.run_as_rank(argparse.Namespace(ranks=None), 2, lambda args, ranks: 0)
+    assert (slept, capfd.readouterr().err) == (([], "barellm: interrupted\n") if rank == 0 else ([dispatch.AFTER_S], ""))
 
 
 @pytest.mark.parametrize("ours", [False, True])
