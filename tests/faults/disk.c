@@ -2,7 +2,8 @@
  * line each; with a file $FAULTS_COUNT a process and those that it starts are counted together. Calls from $FAULTS_FIRST to $FAULTS_LAST
  * fail with the error $FAULTS_DO, a number; or the first of them comes back only when somebody continues the process (stop), or never,
  * where a write leaves half of its bytes (kill). sleep() and Python's time.sleep() take no time, threading.Event's
- * wait() does: a process that waits to be ended by another has to use it. With $FAULTS_SLEEP a signal comes meanwhile. The names with 64 are those that Python calls; where long has 64 bits they are the same functions. */
+ * wait() does: a process that waits to be ended by another has to use it. With $FAULTS_SLEEP a signal comes meanwhile. The
+ * names with 64 are those that Python calls; where long has 64 bits they are the same functions. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
